@@ -1,0 +1,23 @@
+"""Fixtures shared by every test folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """`ranks(world_size)`: the session's pool of that many rank processes; see `ranks.py`."""
+    pools: dict[int, Ranks] = {}
+
+    def pool(world_size: int) -> Ranks:
+        if world_size not in pools:
+            pools[world_size] = Ranks(world_size)
+        return pools[world_size]
+
+    yield pool
+    for started in pools.values():
+        started.close()
