@@ -1,0 +1,183 @@
+"""The cache `generate` carries from step to step: one paged latent cache per MLA layer.
+
+Transformers counts columns of the left-padded batch; the latent caches hold tokens. `DCPCache`
+translates: it answers in columns, allocates blocks in tokens, and plans each step once, at its
+first MLA layer, for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from anabranch.cache import DecodeBatch, LatentCache
+from anabranch.geometry import ShardLayout
+
+PositionEmbeddings = tuple[torch.Tensor, torch.Tensor] | torch.Tensor | None
+"""What a model's rotary module returns: (cos, sin), complex frequencies, or nothing."""
+
+
+@dataclass
+class Step:
+    """One forward over columns `begin ... end` of the padded batch, shared by all its layers.
+
+    `rows` `[T]` are the indices of the valid tokens in the flattened `[B * columns]`, or None
+    where nothing is padding. `prefill` is true for a step of more than one column.
+    """
+
+    begin: int
+    end: int
+    batch: DecodeBatch
+    rows: torch.Tensor | None
+    _packed: dict[str, tuple[object, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def prefill(self) -> bool:
+        return self.end - self.begin > 1
+
+    def pack(self, padded: torch.Tensor) -> torch.Tensor:
+        """`[B, columns, ...]` (or `[1, columns, ...]`, shared by the batch) to `[T, ...]`."""
+        size = self.batch.query_lens.shape[0]
+        flat = padded.expand(size, *padded.shape[1:]).flatten(0, 1)
+        return flat if self.rows is None else flat[self.rows]
+
+    def pack_once(self, name: str, padded: torch.Tensor) -> torch.Tensor:
+        """`pack`, remembered under `name` as long as the layers hand over the same tensor."""
+        source, packed = self._packed.get(name, (None, padded))
+        if source is not padded:
+            packed = self.pack(padded)
+            self._packed[name] = (padded, packed)
+        return packed
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """`[T, width]` to `[B, columns, width]`, zero in the padding."""
+        size, columns = self.batch.query_lens.shape[0], self.end - self.begin
+        if self.rows is not None:
+            flat = packed.new_zeros(size * columns, packed.shape[-1])
+            packed = flat.index_copy_(0, self.rows, packed)
+        return packed.view(size, columns, -1)
+
+
+class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One MLA layer's latent cache, as Transformers sees it."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, latents: LatentCache) -> None:
+        super().__init__()
+        self.latents = latents
+        self.columns = 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the latent cache is allocated before the first step."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        raise TypeError("this cache serves only attention that was replaced by anabranch")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "the sharded latent cache serves one run of greedy decoding or sampling: beam search "
+            "and assisted decoding, which reorder or shorten it, are not supported"
+        )
+
+    reset = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _refuse
+
+
+class BlockPool:
+    """`num_blocks` physical blocks of `block_size` tokens per rank, handed out on demand."""
+
+    def __init__(self, num_blocks: int, block_size: int, layout: ShardLayout) -> None:
+        layout.check_block_size(block_size)
+        self.num_blocks, self.block_size, self.layout = num_blocks, block_size, layout
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    def blocks_for(self, lengths: Sequence[int]) -> int:
+        """Blocks that sequences of these lengths occupy together."""
+        return sum(self.layout.blocks_needed(length, self.block_size) for length in lengths)
+
+    def grow(self, table: list[int], length: int) -> None:
+        """Append blocks to a sequence's `table` until it holds `length` tokens.
+
+        Raises ValueError when the pool is exhausted.
+        """
+        missing = self.layout.blocks_needed(length, self.block_size) - len(table)
+        if missing > len(self._free):
+            raise ValueError(
+                f"the latent cache is full: a sequence of {length} tokens needs {missing} more "
+                f"blocks, {len(self._free)} of {self.num_blocks} are free"
+            )
+        table.extend(self._free.pop() for _ in range(missing))
+
+
+class DCPCache(Cache):  # type: ignore[misc]
+    """The `cache` argument of a model whose MLA layers were replaced, for one batch.
+
+    `latents` are the latent caches by layer index, all of `pool.num_blocks` blocks; `others` is
+    what Transformers itself keeps for the other layers of a hybrid model. All ranks hold the same
+    block tables; each stores the tokens it owns.
+    """
+
+    def __init__(
+        self, pool: BlockPool, latents: Mapping[int, LatentCache], others: Mapping[int, Any]
+    ) -> None:
+        layers = {**others, **{index: LatentLayer(cache) for index, cache in latents.items()}}
+        super().__init__(layers=[layers[index] for index in range(len(layers))])
+        self._pool = pool
+        self._device = next(iter(latents.values())).latent.device
+        self._tables: list[list[int]] = []
+        self._lengths: list[int] = []
+        self._step: Step | None = None
+
+    def step_for(
+        self, layer_index: int, size: int, columns: int, valid: torch.Tensor | None
+    ) -> tuple[Step, LatentCache]:
+        """The step that a layer is about to run over `[size, columns]`, and its latent cache.
+
+        `valid` `[size, columns]` is false in the padding; None: no padding. The first layer to
+        ask plans the step, the others get the same one.
+        """
+        layer = self.layers[layer_index]
+        step = self._step
+        if step is None or layer.columns == step.end:
+            step = self._step = self._plan(layer.columns, size, columns, valid)
+        if (layer.columns, layer.columns + columns) != (step.begin, step.end):
+            raise RuntimeError(
+                f"layer {layer_index} runs columns {layer.columns} to {layer.columns + columns} "
+                f"in a step over {step.begin} to {step.end}: layers must advance together"
+            )
+        layer.columns = step.end
+        return step, layer.latents
+
+    def _plan(self, begin: int, size: int, columns: int, valid: torch.Tensor | None) -> Step:
+        if not self._tables:
+            self._tables = [[] for _ in range(size)]
+            self._lengths = [0] * size
+        elif len(self._tables) != size:
+            raise ValueError(f"the cache holds {len(self._tables)} sequences, got {size}")
+        counts = [columns] * size if valid is None else valid.sum(1).tolist()
+        rows = None
+        if valid is not None and sum(counts) < size * columns:
+            rows = valid.flatten().nonzero().squeeze(1)
+        lengths = [past + new for past, new in zip(self._lengths, counts, strict=True)]
+        for table, length in zip(self._tables, lengths, strict=True):
+            self._pool.grow(table, length)
+        batch = self._pool.layout.plan_batch(
+            self._lengths, counts, self._tables, self._pool.block_size, device=self._device
+        )
+        self._lengths = lengths
+        return Step(begin, begin + columns, batch, rows)
