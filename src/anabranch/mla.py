@@ -76,7 +76,7 @@ class MLAAttention(nn.Module):
         self.rotary = rotary
         with torch.no_grad():
             up = kv_b_weight.view(dims.num_heads, -1, dims.kv_lora_rank)
-            w_uk, w_uv = up.split([dims.qk_nope_head_dim, dims.v_head_dim], dim=1)
+            w_uk, w_uv = up[:, : dims.qk_nope_head_dim], up[:, dims.qk_nope_head_dim :]
             self.w_uk = nn.Parameter(w_uk.contiguous(), requires_grad=False)
             w_uv = w_uv.transpose(1, 2).contiguous()
             if decoder.project_first:

@@ -60,9 +60,7 @@ SUPPORTED: dict[str, Architecture] = {
         latent_factor="mla_scale_kv_lora",
     ),
     "minicpm3": Architecture("MiniCPM3Attention", rotary=RotaryForm.HALVES),
-    "mistral4": Architecture(
-        "Mistral4Attention", position_scale=True, model="Mistral4ForCausalLM"
-    ),
+    "mistral4": Architecture("Mistral4Attention", position_scale=True, model="Mistral4ForCausalLM"),
     "sarvam_mla": _DEEPSEEK_V3,
     "youtu": Architecture("YoutuAttention"),
 }

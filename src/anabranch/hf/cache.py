@@ -62,14 +62,14 @@ class Step:
         return packed.view(size, columns, -1)
 
 
-class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
+class LatentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One MLA layer's latent cache, as Transformers sees it."""
 
     is_sliding = False
     supports_early_init = False
 
     def __init__(self, latents: LatentCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.latents = latents
         self.columns = 0
         self.is_initialized = True
@@ -124,7 +124,7 @@ class BlockPool:
         table.extend(self._free.pop() for _ in range(missing))
 
 
-class DCPCache(Cache):  # type: ignore[misc]
+class DCPCache(Cache):
     """The `cache` argument of a model whose MLA layers were replaced, for one batch.
 
     `latents` are the latent caches by layer index, all of `pool.num_blocks` blocks; `others` is
@@ -151,7 +151,7 @@ class DCPCache(Cache):  # type: ignore[misc]
         `valid` `[size, columns]` is false in the padding; None: no padding. The first layer to
         ask plans the step, the others get the same one.
         """
-        layer = self.layers[layer_index]
+        layer: Any = self.layers[layer_index]
         step = self._step
         if step is None or layer.columns == step.end:
             step = self._step = self._plan(layer.columns, size, columns, valid)

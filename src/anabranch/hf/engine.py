@@ -65,7 +65,7 @@ class GenerationStats:
         return self.decode_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
 
-class _Lockstep(LogitsProcessor):  # type: ignore[misc]
+class _Lockstep(LogitsProcessor):
     """Gives every rank the scores of the first, and notes when the first token was ready.
 
     Equal weights and inputs do not make equal bits on unlike machines, and one token that differs
@@ -236,7 +236,7 @@ class Engine:
 
         ends = [*self._end_tokens(), *stop_token_ids]
         sampled = temperature > 0
-        config = GenerationConfig(
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=max_new_tokens,
             do_sample=sampled,
             temperature=temperature if sampled else 1.0,
@@ -254,7 +254,8 @@ class Engine:
         begin = time.perf_counter()
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)
-            sequences = self.model.generate(
+            model: Any = self.model
+            sequences = model.generate(
                 input_ids,
                 attention_mask=attention_mask,
                 generation_config=config,
