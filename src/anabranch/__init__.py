@@ -1,0 +1,34 @@
+"""Anabranch: MLA decode context parallelism for PyTorch.
+
+The decode step is in `anabranch.schedules`; its operations are in `anabranch.step`.
+"""
+
+from anabranch.attention import AttentionKind, partial_attention
+from anabranch.cache import DecodeBatch, LatentCache
+from anabranch.decoder import DCPDecoder
+from anabranch.exchange import ExchangeError, exchange_partials, pack_partials, unpack_partials
+from anabranch.geometry import MLADims, ShardLayout
+from anabranch.merge import merge_partials
+from anabranch.schedules import Schedule
+from anabranch.streams import StreamError
+from anabranch.vup import v_up
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionKind",
+    "DCPDecoder",
+    "DecodeBatch",
+    "ExchangeError",
+    "LatentCache",
+    "MLADims",
+    "Schedule",
+    "ShardLayout",
+    "StreamError",
+    "exchange_partials",
+    "merge_partials",
+    "pack_partials",
+    "partial_attention",
+    "unpack_partials",
+    "v_up",
+]

@@ -1,0 +1,68 @@
+"""The algebra of partial attention: merging by log-sum-exp.
+
+With partial outputs o_i normalised over their own keys and l_i = log sum exp of their scores,
+attention over the union of the keys is `sum_i w_i o_i` with `w_i = exp(l_i - l)` and
+`l = log sum_i exp(l_i)` (FlashDecoding; Ye et al., arXiv 2501.01005, section 2.2).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def merge_partials(
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    local_output: torch.Tensor | None = None,
+    local_lse: torch.Tensor | None = None,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge N received partials, and one local pair where given, each read in place.
+
+    `outs` `[N, T, H, D]` and `lses` `[N, T, H]` FP32 natural log; `local_output` `[T, H, D]`,
+    `local_lse` `[T, H]`. Returns `[T, H, D]` in the dtype of `outs` (or that of `out`) and the
+    merged LSE `[T, H]`. Sums run in FP32.
+
+    A partial whose LSE is not finite (-inf, +inf and NaN all mark "no keys" among peers) has
+    weight 0, and its payload is set to 0 before it is multiplied, so whatever it holds cannot
+    reach the output. Where every partial is empty the output is 0 and the LSE -inf.
+    """
+    if (local_output is None) != (local_lse is None):
+        raise ValueError("local_output and local_lse must be given together")
+    if outs.dim() != 4 or lses.shape != outs.shape[:3]:
+        raise ValueError(
+            f"outs and lses must be [N, T, H, D] and [N, T, H], "
+            f"got {list(outs.shape)} and {list(lses.shape)}"
+        )
+    partials = list(zip(outs, lses, strict=True))
+    if local_output is not None and local_lse is not None:
+        if local_output.shape != outs.shape[1:] or local_lse.shape != lses.shape[1:]:
+            raise ValueError(
+                f"local_output and local_lse must be {list(outs.shape[1:])} and "
+                f"{list(lses.shape[1:])}, got {list(local_output.shape)} and "
+                f"{list(local_lse.shape)}"
+            )
+        partials.append((local_output, local_lse))
+    if out is None:
+        out = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+    _merge(partials, *out)
+    return out
+
+
+def _merge(
+    partials: list[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    logs = torch.stack([log for _, log in partials])
+    logs.masked_fill_(~logs.isfinite(), -torch.inf)
+    peak = logs.amax(0)
+    empty = peak == -torch.inf
+    weights = torch.exp(logs - peak.masked_fill(empty, 0))
+    total = weights.sum(0)
+    weights /= total.masked_fill(empty, 1)
+    merged = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for (payload, _), weight in zip(partials, weights, strict=True):
+        column = weight.unsqueeze(-1)
+        merged.addcmul_(torch.where(column > 0, payload, 0), column)
+    out.copy_(merged)
+    torch.add(peak, total.log(), out=lse)
