@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 
 from ranks import Ranks
+
+# Seeded, and no test asserts a time.
+hypothesis.settings.register_profile("seeded", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("seeded")
 
 
 @pytest.fixture(scope="session")
