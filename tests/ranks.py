@@ -32,6 +32,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Modules that take seconds to import: the ranks share one import of those the tests use.
+HEAVY = ("torch", "torch.distributed", "anabranch.hf")
+
 # After one rank has failed the others may wait for it in a collective: how long they get to
 # report a failure of their own before the pool is ended.
 GRACE_SECONDS = 2.0
@@ -84,9 +87,9 @@ class Ranks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def _start(self) -> None:
-        # A fork server imports torch once; every rank is then a cheap fork of it.
+        # A fork server imports them once; every rank is then a cheap fork of it.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload([name for name in HEAVY if name in sys.modules])
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.world_size):

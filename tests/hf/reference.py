@@ -1,0 +1,47 @@
+"""What Transformers itself computes, and how results are compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import PAD, model_class
+from transformers import AutoConfig
+
+
+class Reference:
+    """Transformers' own model, with its eager attention, in FP32."""
+
+    def __init__(self, path: Path) -> None:
+        config = AutoConfig.from_pretrained(path)
+        self.model: Any = model_class(config.model_type).from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        )
+        self.model.eval()
+
+    @torch.no_grad()
+    def logits(self, prompts: Sequence[list[int]]) -> list[torch.Tensor]:
+        """`[length, vocabulary]` for each prompt, run alone."""
+        return [self.model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+
+    def generate(
+        self, prompts: Sequence[list[int]], count: int, **settings: Any
+    ) -> list[list[int]]:
+        """Greedy tokens after each prompt of a left-padded batch."""
+        columns = max(map(len, prompts))
+        ids = torch.tensor([[PAD] * (columns - len(prompt)) + prompt for prompt in prompts])
+        output = self.model.generate(
+            ids,
+            attention_mask=ids.ne(PAD).long(),
+            max_new_tokens=count,
+            do_sample=False,
+            **settings,
+        )
+        return output[:, columns:].tolist()
+
+
+def difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
+    """Largest relative difference of a sequence's logits, by the Frobenius norm."""
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(ours, theirs, strict=True))
