@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -15,8 +15,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-VOCABULARY = 128
-PAD, BEGIN, END = 0, 1, 2
+SPECIAL = ["<pad>", "<s>", "</s>"]
+PAD, BEGIN, END = range(3)
+CHARACTERS = [chr(code) for code in range(32, 127)]
+VOCABULARY = len(SPECIAL) + len(CHARACTERS)
 
 YARN = {
     "rope_type": "yarn",
@@ -159,22 +161,25 @@ def make(case: str, folder: Path, *, seed: int = 0, shards: bool = False, **over
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One word per token: `w3`, `w4`, ..."""
-    words = {"<pad>": PAD, "<s>": BEGIN, "</s>": END}
-    words |= {f"w{index}": index for index in range(3, VOCABULARY)}
-    inner = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    """One printable character per token."""
+    vocabulary = {text: index for index, text in enumerate(SPECIAL + CHARACTERS)}
+    inner = Tokenizer(models.BPE(vocabulary, merges=[]))
     inner.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
-        chat_template="{% for m in messages %}<s> w5 {{ m.content }} w6{% endfor %}",
+        chat_template="{% for m in messages %}<s>({{ m.content }}){% endfor %}",
     )
+
+
+def text(token_ids: list[int]) -> str:
+    """What the tokenizer makes of ordinary tokens."""
+    return "".join(CHARACTERS[token - len(SPECIAL)] for token in token_ids if token > END)
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:
     """A random prompt."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+    return torch.randint(len(SPECIAL), VOCABULARY, (length,), generator=generator).tolist()

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from ranks import rank_group
 
 from anabranch import Schedule, ShardLayout
 from anabranch.hf import Engine, Generation
+from ranks import rank_group
 
 
 def load(path: Path, interleave: int = 1, **settings: Any) -> Engine:

@@ -73,7 +73,10 @@ REFUSED: dict[str, str] = {
     "deepseek_v32": _SPARSE,
     "dots3_note_text": "its layers use a sliding window or an indexer, and only dense attention "
     "is sharded",
+    "glm5_next_text": _SPARSE,
     "glm_moe_dsa": _SPARSE,
     "hy_v4": _SPARSE,
+    "hy_v4_vl_text": _SPARSE,
+    "mistral_large4_text": _SPARSE,
 }
 """Why, by `model_type`. Multimodal wrappers are refused as such, others as unknown."""

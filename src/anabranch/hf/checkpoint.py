@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from anabranch.hf.architectures import REFUSED, SUPPORTED
@@ -29,13 +30,14 @@ def check_checkpoint(path: str | Path, world_size: int) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, StrictDataclassError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
     assert isinstance(config, PretrainedConfig)
 
     text = config.get_text_config(decoder=True)
     kind = config.model_type
-    if getattr(text, "kv_lora_rank", None) is None:
+    # As a dictionary: a config whose layers differ refuses the attribute.
+    if text.to_dict().get("kv_lora_rank") is None:
         raise CheckpointError(f"{kind} has no latent attention: its config has no kv_lora_rank")
     if text is not config:
         raise CheckpointError(
@@ -48,8 +50,13 @@ def check_checkpoint(path: str | Path, world_size: int) -> PretrainedConfig:
             f"{kind} is not supported: an unknown MLA architecture, known are "
             f"{', '.join(sorted(SUPPORTED))}"
         )
-    if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(f"{directory} is quantised: only unquantised weights are supported")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        # Their scales belong to blocks of weights that the division over ranks would cut.
+        method = dict(quantization).get("quant_method", "an unknown method")
+        raise CheckpointError(
+            f"{directory} is quantised by {method}: only unquantised weights are supported"
+        )
     if config.num_attention_heads % world_size:
         raise CheckpointError(
             f"{config.num_attention_heads} attention heads cannot be divided over {world_size} "

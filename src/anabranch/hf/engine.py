@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -140,6 +141,11 @@ class Engine:
         """
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         layout = ShardLayout(size, rank) if layout is None else layout
+        if (layout.world_size, layout.rank) != (size, rank):
+            raise ValueError(
+                f"layout must have world_size {size} and rank {rank} as the group has, "
+                f"got {layout.world_size} and {layout.rank}"
+            )
         layout.check_block_size(block_size)
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
@@ -154,15 +160,20 @@ class Engine:
         loader: Any = AutoModelForCausalLM
         if architecture.model is not None:
             loader = getattr(transformers, architecture.model)
-        model, info = loader.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation="eager",  # for the probe of `convert`, which then replaces it
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        try:
+            model, info = loader.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation="eager",  # for the probe of `convert`, which then replaces it
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, RuntimeError, OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be loaded: {error}") from error
         incomplete = sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"]))
         if incomplete:
             raise CheckpointError(
