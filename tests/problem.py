@@ -71,7 +71,7 @@ class Problem:
         return torch.cat([*rows, rest])
 
     def answer(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float64 attention of each row over its whole sequence: `[T, heads, L]`, LSE `[T, heads]`."""
+        """Float64 attention of each row over its whole sequence: `[T, heads, L]` and its LSE."""
         rank = self.dims.kv_lora_rank
         out = torch.zeros(self.tokens, self.dims.num_heads, rank, dtype=torch.float64)
         lse = torch.full((self.tokens, self.dims.num_heads), -torch.inf, dtype=torch.float64)

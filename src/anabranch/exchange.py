@@ -8,11 +8,15 @@ and nothing is converted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
+
+# The older name, of PyTorch before 2.13, is deprecated there.
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class ExchangeError(RuntimeError):
@@ -47,13 +51,12 @@ def pack_partials(
             f"lse must be float32 {[tokens, heads]}, got {lse.dtype} {list(lse.shape)}"
         )
     columns = lse_columns(out.dtype)
-    shape = (world_size, tokens, heads // world_size)
+    own = heads // world_size
     if packed is None:
-        packed = out.new_empty(*shape, width + columns)
-    by_rank = out.view(tokens, world_size, -1, width).transpose(0, 1)
-    packed[..., :width] = by_rank
+        packed = out.new_empty(world_size, tokens, own, width + columns)
+    packed[..., :width] = out.view(tokens, world_size, own, width).transpose(0, 1)
     bits = lse.contiguous().view(tokens, heads, 1).view(out.dtype)
-    packed[..., width:] = bits.view(tokens, world_size, -1, columns).transpose(0, 1)
+    packed[..., width:] = bits.view(tokens, world_size, own, columns).transpose(0, 1)
     return packed
 
 
@@ -66,7 +69,7 @@ def unpack_partials(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     width = packed.shape[-1] - columns
     bits = packed[..., width:]
     if columns == 2 and (width % 2 or packed.storage_offset() % 2):
-        bits = bits.contiguous()
+        bits = bits.clone(memory_format=torch.contiguous_format)
     return packed[..., :width], bits.view(torch.float32).squeeze(-1)
 
 
@@ -114,7 +117,7 @@ def gather_heads(
     else:
         receive, result = buffers
     with _named_failure("all-gather of heads", group):
-        dist.all_gather_into_tensor(receive.flatten(0, 1), local.contiguous(), group=group)
+        _all_gather(receive.flatten(0, 1), local.contiguous(), group=group)
     result.view(tokens, group.size(), heads, width).copy_(receive.transpose(0, 1))
     return result
 

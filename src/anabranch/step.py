@@ -217,5 +217,5 @@ class ProjectFirstStep(DecodeStep):
         w_uv: torch.Tensor,
         projected: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        v_up(latent[0], w_uv, out=projected[0].view(self.tokens, -1))
+        v_up(latent[0], w_uv, out=projected[0].flatten(1))
         projected[1].copy_(latent[1])

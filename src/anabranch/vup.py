@@ -19,10 +19,10 @@ def v_up(x: torch.Tensor, w_uv: torch.Tensor, *, out: torch.Tensor | None = None
     Raises ValueError, naming the argument, when the shapes do not fit together.
     """
     _check(x, w_uv)
-    tokens, heads, _ = x.shape
+    tokens, heads, width = *x.shape[:2], w_uv.shape[2]
     if out is None:
-        out = x.new_empty(tokens, heads * w_uv.shape[2])
-    _product(x.transpose(0, 1), w_uv, out.view(tokens, heads, -1).transpose(0, 1))
+        out = x.new_empty(tokens, heads * width)
+    _product(x.transpose(0, 1), w_uv, out.view(tokens, heads, width).transpose(0, 1))
     return out
 
 
@@ -35,12 +35,12 @@ def v_up_transposed(
     `v_up`'s output, since a BLAS rounds by the stride it writes with.
     """
     _check(x, w_uv)
-    tokens, heads, _ = x.shape
+    tokens, heads, width = *x.shape[:2], w_uv.shape[2]
     if out is None:
-        out = x.new_empty(tokens, heads * w_uv.shape[2])
+        out = x.new_empty(tokens, heads * width)
     moved = x.transpose(0, 1).contiguous()
     product = torch.empty_like(out)
-    _product(moved, w_uv, product.view(tokens, heads, -1).transpose(0, 1))
+    _product(moved, w_uv, product.view(tokens, heads, width).transpose(0, 1))
     out.copy_(product)
     return out
 

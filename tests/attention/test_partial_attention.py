@@ -119,14 +119,20 @@ def test_bad_arguments_are_named() -> None:
         partial_attention(q_nope, q_pe[..., 1:], cache, batch, history, problem.dims)
     with pytest.raises(ValueError, match=r"batch.slot_mapping must have shape \[1\], got \[2\]"):
         partial_attention(q_nope[:1], q_pe[:1], cache, batch, history, problem.dims)
+    short = (pair[0][:1], pair[1])
     with pytest.raises(ValueError, match=r"kv_c must have shape \[2, 32\], got \[1, 32\]"):
-        short = (pair[0][:1], pair[1])
         partial_attention(q_nope, q_pe, short, batch, current, problem.dims)
+    small = torch.empty(8, dtype=torch.uint8)
     with pytest.raises(ValueError, match="workspace must hold"):
-        small = torch.empty(8, dtype=torch.uint8)
         partial_attention(q_nope, q_pe, cache, batch, history, problem.dims, small)
 
 
 def test_the_cpu_provider_serves_the_cpu() -> None:
     assert provider_for("cpu") is cpu
     assert provider_for("meta") is reference
+
+
+@pytest.mark.parametrize("provider", [reference, cpu])
+def test_scratch_for_all_heads_serves_any_fewer(provider: Provider) -> None:
+    sizes = [provider.workspace_bytes(heads, dims(1)) for heads in range(1, 3000, 7)]
+    assert sizes == sorted(sizes)

@@ -116,15 +116,20 @@ class _Scratch:
         else:
             flat = workspace[: 4 * sum(sizes)].view(torch.float32)
         queries, keys, self.scores, acc = torch.split(flat, list(sizes))
-        self.queries, self.keys = queries.view(-1, heads, width), keys.view(-1, width)
-        self.acc = acc.view(-1, rank)
-        self.tokens = self.queries.shape[0]
+        self.tokens = _rows(heads) // heads
+        self.queries = queries[: self.tokens * heads * width].view(self.tokens, heads, width)
+        self.keys, self.acc = keys.view(KEY_TILE, width), acc.view(_rows(heads), rank)
 
     @staticmethod
     def sizes(heads: int, rank: int, width: int) -> tuple[int, int, int, int]:
         """Elements of the query rows, the key tile, the scores and the accumulator."""
-        rows = max(ROW_TILE // heads, 1) * heads
+        rows = _rows(heads)
         return rows * width, KEY_TILE * width, rows * KEY_TILE, rows * rank
+
+
+def _rows(heads: int) -> int:
+    """Rows of the tiles: never fewer for more heads, so scratch for all serves some as well."""
+    return max(ROW_TILE, heads)
 
 
 def _attend(
@@ -151,9 +156,8 @@ def _attend(
         part = slice(start, min(start + scratch.tokens, rows.stop))
         offset, count = part.start - rows.start, part.stop - part.start
         queries = scratch.queries[:count]
-        torch.mul(q_nope[part], scale, out=queries[..., :rank])
-        torch.mul(q_pe[part], scale, out=queries[..., rank:])
-        queries = queries.view(count * heads, -1)
+        queries[..., :rank], queries[..., rank:] = q_nope[part], q_pe[part]
+        queries = queries.view(count * heads, -1).mul_(scale)  # in FP32, after the conversion
         acc = scratch.acc[: count * heads]
         peak = acc.new_full((count * heads, 1), -torch.inf)
         total = acc.new_zeros(count * heads, 1)
