@@ -4,10 +4,15 @@ A stream runs operations in the order they are given; an event orders two stream
 keeps memory alive until a stream has passed this point. An operation takes no arguments,
 writes to buffers allocated beforehand and returns nothing, so that giving it to a stream need not
 wait for it to run.
+
+Two kinds of onlooker: an `Observer` sees what runs, when and on which thread (timelines); a
+`Watcher` sees what is asked of the streams, in the order it is asked (`streams.sanitizer`,
+`streams.adversarial`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -27,28 +32,55 @@ class Event(Protocol):
     name: str
 
 
-class Stream(Protocol):
+class Stream(ABC):
     """An ordered queue of operations on a device."""
 
     name: str
 
     def run(self, operation: Operation) -> None:
         """Queue an operation. Its name in traces and errors is its `__name__`."""
+        self._run(operation if _watcher is None else _watcher.run(self, operation))
 
     def record_event(self, name: str) -> Event:
         """Mark this point of the stream."""
+        event = self._record_event(name)
+        if _watcher is not None:
+            _watcher.record_event(self, event)
+        return event
 
     def wait_event(self, event: Event) -> None:
         """Let nothing queued later on this stream run before `event` has been passed.
 
         Raises StreamError when an operation before the event failed.
         """
+        if _watcher is None or _watcher.wait_event(self, event):
+            self._wait_event(event)
 
     def record_stream(self, *tensors: torch.Tensor) -> None:
         """Keep the memory of `tensors` from reuse until this stream has passed this point."""
+        if _watcher is not None:
+            _watcher.record_stream(self, tensors)
+        self._record_stream(tensors)
 
     def synchronize(self) -> None:
         """Block the caller until the stream is empty. Raises StreamError as `wait_event` does."""
+        if _watcher is None or _watcher.synchronize(self):
+            self._synchronize()
+
+    @abstractmethod
+    def _run(self, operation: Operation) -> None: ...
+
+    @abstractmethod
+    def _record_event(self, name: str) -> Event: ...
+
+    @abstractmethod
+    def _wait_event(self, event: Event) -> None: ...
+
+    @abstractmethod
+    def _record_stream(self, tensors: tuple[torch.Tensor, ...]) -> None: ...
+
+    @abstractmethod
+    def _synchronize(self) -> None: ...
 
 
 class StreamPair(NamedTuple):
@@ -66,7 +98,26 @@ class Observer(Protocol):
     def finish(self, stream: str, kind: str, name: str) -> None: ...
 
 
+class Watcher(Protocol):
+    """Sees each call on a stream on the thread that makes it, before it takes effect."""
+
+    def run(self, stream: Stream, operation: Operation) -> Operation:
+        """Returns what the stream shall run in place of `operation`."""
+
+    def record_event(self, stream: Stream, event: Event) -> None: ...
+
+    def wait_event(self, stream: Stream, event: Event) -> bool:
+        """False: do not wait, for it would never end."""
+
+    def record_stream(self, stream: Stream, tensors: tuple[torch.Tensor, ...]) -> None: ...
+
+    def synchronize(self, stream: Stream) -> bool:
+        """False: do not wait, for it would never end."""
+
+
 _observer: Observer | None = None
+_watcher: Watcher | None = None
+_provided: StreamPair | None = None
 
 
 @contextmanager
@@ -87,11 +138,49 @@ def observer() -> Observer | None:
     return _observer
 
 
-def streams_for(device: torch.device | str) -> StreamPair:
-    """The caller's stream and the side stream of `device`, which all layers share."""
-    kind = torch.device(device).type
-    if kind != "cpu":
-        raise ValueError(f"device must be cpu, got {device}")
-    from anabranch.streams.cpu import cpu_streams
+@contextmanager
+def watch(watcher: Watcher) -> Iterator[None]:
+    """Show `watcher` every call on the streams of this process. Raises RuntimeError if nested."""
+    global _watcher
+    if _watcher is not None:
+        raise RuntimeError("streams are already being watched")
+    _watcher = watcher
+    try:
+        yield
+    finally:
+        _watcher = None
 
-    return cpu_streams()
+
+def watcher() -> Watcher | None:
+    """The current watcher, or None."""
+    return _watcher
+
+
+@contextmanager
+def provide(streams: StreamPair) -> Iterator[None]:
+    """Make `streams_for` return `streams`, whatever the device."""
+    global _provided
+    before, _provided = _provided, streams
+    try:
+        yield
+    finally:
+        _provided = before
+
+
+def streams_for(device: torch.device | str) -> StreamPair:
+    """The caller's stream and the side stream of `device`, which all layers share.
+
+    Raises ValueError for a device that has no streams here.
+    """
+    if _provided is not None:
+        return _provided
+    kind = torch.device(device).type
+    if kind == "cpu":
+        from anabranch.streams.cpu import cpu_streams
+
+        return cpu_streams()
+    if kind in ("cuda", "npu"):
+        from anabranch.streams.accelerator import accelerator_streams
+
+        return accelerator_streams(torch.device(device))
+    raise ValueError(f"device must be cpu, cuda or npu, got {device}")
