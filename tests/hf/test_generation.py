@@ -216,9 +216,13 @@ def test_refused_before_any_work(checkpoint, monkeypatch, call, message):
         engine.generate(PROMPTS, **call)
 
 
-def test_empty_prompts_are_refused(engine):
+def test_unusable_prompts_are_refused(engine):
     with pytest.raises(ValueError, match=r"prompts\[1\] must have at least one token, got none"):
         engine.generate(["a", ""])
+    with pytest.raises(
+        ValueError, match=r"prompts\[0\] must have tokens in \[0, 98\), got 5 to 98"
+    ):
+        engine.generate([[5, 98, 6]])
     with pytest.raises(ValueError, match="prompts must be a sequence of one or more prompts"):
         engine.generate([])
     with pytest.raises(ValueError, match="prompts must be a sequence of one or more prompts"):

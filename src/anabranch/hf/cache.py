@@ -8,7 +8,7 @@ first MLA layer, for all layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,15 @@ from anabranch.geometry import ShardLayout
 
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor] | torch.Tensor | None
 """What a model's rotary module returns: (cos, sin), complex frequencies, or nothing."""
+
+
+def cos_sin(embeddings: PositionEmbeddings) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a rotary module returned as two real tensors, empty ones for nothing."""
+    if embeddings is None:
+        return torch.empty(0), torch.empty(0)
+    if isinstance(embeddings, torch.Tensor):
+        return embeddings.real, embeddings.imag
+    return embeddings
 
 
 @dataclass
@@ -33,7 +42,8 @@ class Step:
     end: int
     batch: DecodeBatch
     rows: torch.Tensor | None
-    _packed: dict[str, tuple[object, torch.Tensor]] = field(default_factory=dict)
+    _embeddings: PositionEmbeddings = None
+    _angles: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def prefill(self) -> bool:
@@ -45,13 +55,14 @@ class Step:
         flat = padded.expand(size, *padded.shape[1:]).flatten(0, 1)
         return flat if self.rows is None else flat[self.rows]
 
-    def pack_once(self, name: str, padded: torch.Tensor) -> torch.Tensor:
-        """`pack`, remembered under `name` as long as the layers hand over the same tensor."""
-        source, packed = self._packed.get(name, (None, padded))
-        if source is not padded:
-            packed = self.pack(padded)
-            self._packed[name] = (padded, packed)
-        return packed
+    def angles(self, embeddings: PositionEmbeddings) -> tuple[torch.Tensor, torch.Tensor]:
+        """`cos_sin` of `embeddings`, packed; once for all layers that share the embeddings."""
+        if self._angles is None or self._embeddings is not embeddings:
+            cos, sin = cos_sin(embeddings)
+            if embeddings is not None:
+                cos, sin = self.pack(cos), self.pack(sin)
+            self._embeddings, self._angles = embeddings, (cos, sin)
+        return self._angles
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """`[T, width]` to `[B, columns, width]`, zero in the padding."""

@@ -21,7 +21,7 @@ from anabranch.cache import LatentCache
 from anabranch.decoder import DCPDecoder
 from anabranch.geometry import MLADims, ShardLayout
 from anabranch.hf.architectures import Architecture, RotaryForm
-from anabranch.hf.cache import DCPCache, PositionEmbeddings
+from anabranch.hf.cache import DCPCache, PositionEmbeddings, cos_sin
 from anabranch.hf.checkpoint import CheckpointError
 from anabranch.mla import MLAAttention, Rotary, head_columns, head_rows
 from anabranch.schedules import Schedule
@@ -78,15 +78,15 @@ class ShardedAttention(nn.Module):
             )
         size, columns = hidden_states.shape[:2]
         step, latents = cache.step_for(self.layer_index, size, columns, attention_mask)
-        cos, sin = _cos_sin(position_embeddings, hidden_states)
+        cos, sin = step.angles(position_embeddings)
         scale = None
         if self.position_scale is not None:
             assert position_ids is not None
-            scale = self.position_scale(step.pack_once("position", position_ids))
+            scale = self.position_scale(step.pack(position_ids))
         output = self.attention(
             step.pack(hidden_states),
-            step.pack_once("cos", cos),
-            step.pack_once("sin", sin),
+            cos,
+            sin,
             latents,
             step.batch,
             query_scale=scale,
@@ -134,7 +134,18 @@ def convert(
     for name, module in modules:
         _check_weights(name, module, architecture)
     first = modules[0][1]
-    _probe(first, architecture, getattr(model.base_model, "rotary_emb", None))
+    try:
+        difference = _probe(first, architecture, getattr(model.base_model, "rotary_emb", None))
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"{architecture.attention} cannot be compared with anabranch; this version of "
+            f"Transformers is not understood: {error}"
+        ) from error
+    if not difference <= PROBE_TOLERANCE:
+        raise CheckpointError(
+            f"{architecture.attention} computes something else than anabranch, relative "
+            f"difference {difference:.1e}; this version of Transformers is not understood"
+        )
 
     dims = _dims(first, architecture, layout)
     decoder = DCPDecoder(dims, group, layout, schedule, model.device, project_first=project_first)
@@ -232,18 +243,6 @@ def _no_rotary(
     return q, k
 
 
-def _cos_sin(
-    embeddings: PositionEmbeddings, hidden_states: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a rotary module returned as two real tensors `[B, columns, width]`."""
-    if embeddings is None:
-        nothing = hidden_states[..., :0]
-        return nothing, nothing
-    if isinstance(embeddings, torch.Tensor):
-        return embeddings.real, embeddings.imag
-    return embeddings
-
-
 def _position_scale(attention: Any, architecture: Architecture) -> PositionScale | None:
     if not architecture.position_scale:
         return None
@@ -284,11 +283,10 @@ def _check_weights(name: str, attention: nn.Module, architecture: Architecture) 
 
 
 @torch.no_grad()
-def _probe(attention: Any, architecture: Architecture, rotary_module: nn.Module | None) -> None:
-    """Compare one attention with its replacement on one rank, over a few tokens, in FP32.
+def _probe(attention: Any, architecture: Architecture, rotary_module: nn.Module | None) -> float:
+    """Relative difference of one attention and its replacement, over a few tokens in FP32.
 
-    Raises CheckpointError when they differ: a version of Transformers may compute something that
-    the table of architectures does not know.
+    A version of Transformers may compute something that the table of architectures does not know.
     """
     original = copy.deepcopy(attention).float()
     device = original.o_proj.weight.device
@@ -311,18 +309,14 @@ def _probe(attention: Any, architecture: Architecture, rotary_module: nn.Module 
     replacement = _build(original, architecture, DCPDecoder(dims, device=device))
     scale = _position_scale(original, architecture)
     block_size = tokens
+    cos, sin = cos_sin(embeddings)
     output = replacement(
         hidden[0],
-        *(part[0] for part in _cos_sin(embeddings, hidden)),
+        cos.squeeze(0),
+        sin.squeeze(0),
         LatentCache(1, block_size, dims, torch.float32, device),
         layout.plan_batch([0], [tokens], [[0]], block_size, device=device),
         query_scale=None if scale is None else scale(positions[0]),
         schedule=Schedule.SERIAL,
     )
-    difference = ((output - expected).norm() / expected.norm()).item()
-    if not difference <= PROBE_TOLERANCE:
-        raise CheckpointError(
-            f"{type(attention).__name__} computes something else than anabranch: relative "
-            f"difference {difference:.1e} over {tokens} tokens; this version of Transformers is "
-            "not understood"
-        )
+    return float((output - expected).norm() / expected.norm())

@@ -250,6 +250,7 @@ class Engine:
         config = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=max_new_tokens,
             do_sample=sampled,
+            # Greedy: the defaults of Transformers, which warns about others.
             temperature=temperature if sampled else 1.0,
             top_p=top_p if sampled else 1.0,
             top_k=top_k if sampled else 50,
@@ -339,6 +340,11 @@ class Engine:
                 ids = self.tokenizer(prompt)["input_ids"]
             if not ids:
                 raise ValueError(f"prompts[{index}] must have at least one token, got none")
+            if not 0 <= min(ids) <= max(ids) < self.config.vocab_size:
+                raise ValueError(
+                    f"prompts[{index}] must have tokens in [0, {self.config.vocab_size}), got "
+                    f"{min(ids)} to {max(ids)}"
+                )
             encoded.append(ids)
         return encoded
 
