@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from checkpoints import BEGIN, END, text, tokens
 from engines import generations, load
 from transformers.generation.streamers import BaseStreamer
 
-from anabranch.hf import DCPCache, Engine, Generation
+from anabranch.hf import Engine, Generation
 
 PROMPTS = [tokens(37, 1), tokens(5, 2), tokens(1, 3)]
 SAMPLED: dict[str, Any] = {"max_new_tokens": 16, "temperature": 0.9, "top_p": 0.95, "top_k": 40}
@@ -185,13 +186,26 @@ def test_a_model_runs_only_with_its_cache(engine):
         engine.model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=2)
 
 
-def test_beam_search_is_refused(engine):
-    cache = engine._cache([64] * 2, "input_ids")
-    assert isinstance(cache, DCPCache)
+def test_generate_of_transformers_itself(engine, reference):
+    theirs = reference(Path(engine.model.name_or_path)).model
+    ids = torch.tensor([PROMPTS[0]])
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
+    options["return_dict_in_generate"] = True
+    ours = engine.model.generate(ids, cache=engine.new_cache([43]), **options)
+    expected = theirs.generate(ids, **options)
+    assert torch.equal(ours.sequences, expected.sequences)
+    assert torch.allclose(torch.stack(ours.logits), torch.stack(expected.logits), atol=1e-4)
+
+
+def test_cache_errors(engine):
+    ids = torch.tensor([PROMPTS[0]])
     with pytest.raises(NotImplementedError, match="beam search and assisted decoding"):
-        engine.model.generate(
-            torch.tensor([PROMPTS[0]]), max_new_tokens=4, num_beams=2, cache=cache
-        )
+        engine.model.generate(ids, max_new_tokens=4, num_beams=2, cache=engine.new_cache([41] * 2))
+    with pytest.raises(ValueError, match="the latent cache is full: a sequence of 37 tokens"):
+        engine.model(ids, cache=engine.new_cache([16]))
+    mask = torch.zeros(1, 1, 37, 37)
+    with pytest.raises(ValueError, match="attention_mask must be the padding of the batch"):
+        engine.model(ids, attention_mask=mask, cache=engine.new_cache([37]))
 
 
 @pytest.mark.parametrize(

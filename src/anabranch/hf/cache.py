@@ -180,6 +180,11 @@ class DCPCache(Cache):
             self._lengths = [0] * size
         elif len(self._tables) != size:
             raise ValueError(f"the cache holds {len(self._tables)} sequences, got {size}")
+        if valid is not None and valid.shape != (size, columns):
+            raise ValueError(
+                f"attention_mask must be the padding of the batch, [batch, columns], got a mask "
+                f"that gives {list(valid.shape)} for {size} sequences of {columns} columns"
+            )
         counts = [columns] * size if valid is None else valid.sum(1).tolist()
         rows = None
         if valid is not None and sum(counts) < size * columns:

@@ -242,7 +242,9 @@ class Engine:
         _require(top_k >= 0, "top_k", top_k, "at least 0")
         _require(prefill_chunk >= 1, "prefill_chunk", prefill_chunk, "at least 1")
         ids = self._encode(prompts, chat)
-        cache = self._cache([len(prompt) + max_new_tokens for prompt in ids], "max_new_tokens")
+        cache = self._cache(
+            [len(prompt) + max_new_tokens for prompt in ids], "prompts and max_new_tokens"
+        )
         input_ids, attention_mask = self._pad(ids)
 
         ends = [*self._end_tokens(), *stop_token_ids]
@@ -319,6 +321,15 @@ class Engine:
         logits = torch.cat(chunks, dim=1)
         return [row[columns - len(sequence) :] for row, sequence in zip(logits, ids, strict=True)]
 
+    def new_cache(self, lengths: Sequence[int]) -> DCPCache:
+        """The `cache` argument for calling `model` or `model.generate` directly, on every rank.
+
+        `lengths` are the most tokens each sequence of the batch may reach. With `max_tokens` all
+        caches share one memory: only the newest is valid. Raises ValueError when `max_tokens`
+        cannot hold them.
+        """
+        return self._cache(lengths, "lengths")
+
     def _encode(self, prompts: Sequence[Prompt], chat: bool) -> list[list[int]]:
         if isinstance(prompts, str) or not prompts:
             raise ValueError("prompts must be a sequence of one or more prompts")
@@ -383,8 +394,8 @@ class Engine:
             for index in self._converted.layer_indices
         }
 
-    def _cache(self, lengths: list[int], argument: str) -> DCPCache:
-        """A cache for sequences that may reach these lengths; ValueError if it cannot hold them."""
+    def _cache(self, lengths: Sequence[int], source: str) -> DCPCache:
+        """`new_cache`, with the name of what asks for these lengths."""
         needed = sum(self.layout.blocks_needed(length, self._block_size) for length in lengths)
         latents = self._latents
         if latents is None:
@@ -393,7 +404,7 @@ class Engine:
         if needed > available:
             stripe = self._block_size * self.layout.world_size
             raise ValueError(
-                f"prompts and {argument} need {sum(lengths)} tokens of cache, {needed} blocks of "
+                f"{source} need {sum(lengths)} tokens of cache, {needed} blocks of "
                 f"{stripe}; max_tokens {self._max_tokens} allows {available}"
             )
         others: dict[int, Any] = {}
