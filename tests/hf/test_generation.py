@@ -216,6 +216,8 @@ def test_cache_errors(engine):
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"top_k": -1}, "top_k must be at least 0, got -1"),
         ({"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
+        ({"stop": "abc"}, "stop must be a sequence of strings that are not empty, got abc"),
+        ({"stop": ["a", ""]}, "stop must be a sequence of strings that are not empty"),
         (
             {"max_new_tokens": 121},
             "prompts and max_new_tokens need 406 tokens of cache, 26 blocks of 16; "

@@ -7,7 +7,7 @@ first MLA layer, for all layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,47 +109,22 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     reset = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _refuse
 
 
-class BlockPool:
-    """`num_blocks` physical blocks of `block_size` tokens per rank, handed out on demand."""
-
-    def __init__(self, num_blocks: int, block_size: int, layout: ShardLayout) -> None:
-        layout.check_block_size(block_size)
-        self.num_blocks, self.block_size, self.layout = num_blocks, block_size, layout
-        self._free = list(range(num_blocks - 1, -1, -1))
-
-    def blocks_for(self, lengths: Sequence[int]) -> int:
-        """Blocks that sequences of these lengths occupy together."""
-        return sum(self.layout.blocks_needed(length, self.block_size) for length in lengths)
-
-    def grow(self, table: list[int], length: int) -> None:
-        """Append blocks to a sequence's `table` until it holds `length` tokens.
-
-        Raises ValueError when the pool is exhausted.
-        """
-        missing = self.layout.blocks_needed(length, self.block_size) - len(table)
-        if missing > len(self._free):
-            raise ValueError(
-                f"the latent cache is full: a sequence of {length} tokens needs {missing} more "
-                f"blocks, {len(self._free)} of {self.num_blocks} are free"
-            )
-        table.extend(self._free.pop() for _ in range(missing))
-
-
 class DCPCache(Cache):
     """The `cache` argument of a model whose MLA layers were replaced, for one batch.
 
-    `latents` are the latent caches by layer index, all of `pool.num_blocks` blocks; `others` is
-    what Transformers itself keeps for the other layers of a hybrid model. All ranks hold the same
-    block tables; each stores the tokens it owns.
+    `latents` are the latent caches by layer index, all of one geometry; `others` is what
+    Transformers itself keeps for the other layers of a hybrid model. Sequences take blocks as they
+    grow. All ranks hold the same block tables; each stores the tokens it owns.
     """
 
     def __init__(
-        self, pool: BlockPool, latents: Mapping[int, LatentCache], others: Mapping[int, Any]
+        self, layout: ShardLayout, latents: Mapping[int, LatentCache], others: Mapping[int, Any]
     ) -> None:
         layers = {**others, **{index: LatentLayer(cache) for index, cache in latents.items()}}
         super().__init__(layers=[layers[index] for index in range(len(layers))])
-        self._pool = pool
-        self._device = next(iter(latents.values())).latent.device
+        self._layout = layout
+        self._geometry = next(iter(latents.values()))
+        self._used_blocks = 0
         self._tables: list[list[int]] = []
         self._lengths: list[int] = []
         self._step: Step | None = None
@@ -191,9 +166,25 @@ class DCPCache(Cache):
             rows = valid.flatten().nonzero().squeeze(1)
         lengths = [past + new for past, new in zip(self._lengths, counts, strict=True)]
         for table, length in zip(self._tables, lengths, strict=True):
-            self._pool.grow(table, length)
-        batch = self._pool.layout.plan_batch(
-            self._lengths, counts, self._tables, self._pool.block_size, device=self._device
+            self._grow(table, length)
+        batch = self._layout.plan_batch(
+            self._lengths,
+            counts,
+            self._tables,
+            self._geometry.block_size,
+            device=self._geometry.latent.device,
         )
         self._lengths = lengths
         return Step(begin, begin + columns, batch, rows)
+
+    def _grow(self, table: list[int], length: int) -> None:
+        """Append blocks to a sequence's `table` until it holds `length` tokens."""
+        missing = self._layout.blocks_needed(length, self._geometry.block_size) - len(table)
+        free = self._geometry.num_blocks - self._used_blocks
+        if missing > free:
+            raise ValueError(
+                f"the latent cache is full: a sequence of {length} tokens needs {missing} more "
+                f"blocks, {free} of {self._geometry.num_blocks} are free"
+            )
+        table.extend(range(self._used_blocks, self._used_blocks + missing))
+        self._used_blocks += missing

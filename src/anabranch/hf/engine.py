@@ -27,7 +27,7 @@ from transformers import (
 from anabranch.cache import LatentCache
 from anabranch.geometry import ShardLayout
 from anabranch.hf.architectures import SUPPORTED
-from anabranch.hf.cache import BlockPool, DCPCache
+from anabranch.hf.cache import DCPCache
 from anabranch.hf.checkpoint import CheckpointError, check_checkpoint
 from anabranch.hf.convert import Converted, convert
 from anabranch.schedules import Schedule
@@ -241,6 +241,8 @@ class Engine:
         _require(0 < top_p <= 1, "top_p", top_p, "above 0 and at most 1")
         _require(top_k >= 0, "top_k", top_k, "at least 0")
         _require(prefill_chunk >= 1, "prefill_chunk", prefill_chunk, "at least 1")
+        named = not isinstance(stop, str) and all(stop)
+        _require(named, "stop", stop, "a sequence of strings that are not empty")
         ids = self._encode(prompts, chat)
         cache = self._cache(
             [len(prompt) + max_new_tokens for prompt in ids], "prompts and max_new_tokens"
@@ -411,7 +413,7 @@ class Engine:
         if getattr(self.config, "layer_types", None) is not None:
             layers = DynamicCache(config=self.config).layers
             others = {index: layer for index, layer in enumerate(layers) if index not in latents}
-        return DCPCache(BlockPool(available, self._block_size, self.layout), latents, others)
+        return DCPCache(self.layout, latents, others)
 
     def _finish(
         self,
