@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,27 @@ class Reference:
         )
         self.model.eval()
 
-    @torch.no_grad()
     def logits(self, prompts: Sequence[list[int]]) -> list[torch.Tensor]:
         """`[length, vocabulary]` for each prompt, run alone."""
-        return [self.model(torch.tensor([prompt])).logits[0].float() for prompt in prompts]
+        return [self._logits(tuple(prompt)) for prompt in prompts]
+
+    @cache  # noqa: B019 - lives as long as the session
+    def _logits(self, prompt: tuple[int, ...]) -> torch.Tensor:
+        with torch.no_grad():
+            return self.model(torch.tensor([prompt])).logits[0].float()
 
     def generate(
         self, prompts: Sequence[list[int]], count: int, **settings: Any
     ) -> list[list[int]]:
         """Greedy tokens after each prompt of a left-padded batch."""
+        return self._generate(tuple(map(tuple, prompts)), count, **settings)
+
+    @cache  # noqa: B019 - lives as long as the session
+    def _generate(
+        self, prompts: tuple[tuple[int, ...], ...], count: int, **settings: Any
+    ) -> list[list[int]]:
         columns = max(map(len, prompts))
-        ids = torch.tensor([[PAD] * (columns - len(prompt)) + prompt for prompt in prompts])
+        ids = torch.tensor([[PAD] * (columns - len(prompt)) + [*prompt] for prompt in prompts])
         output = self.model.generate(
             ids,
             attention_mask=ids.ne(PAD).long(),
