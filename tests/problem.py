@@ -7,12 +7,15 @@ ids are shuffled and padding entries of the block table point far outside the ca
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
 
-from anabranch import DecodeBatch, LatentCache, MLADims, ShardLayout
+from anabranch import DecodeBatch, LatentCache, MLADims, ShardLayout, native
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 HUGE_BLOCK = 2**31 - 1
@@ -40,6 +43,8 @@ class Problem:
     block_size: int = 16
     padding_rows: int = 0
     seed: int = 0
+    cache_dtype: torch.dtype | None = None  # that of the step, or FP8 with a scale
+    cache_scale: float = 1.0
     keys: list[torch.Tensor] = field(init=False)
     queries: torch.Tensor = field(init=False)
     w_uv: torch.Tensor = field(init=False)
@@ -96,7 +101,13 @@ class Problem:
         random = torch.Generator().manual_seed(self.seed)
         ids = iter((torch.randperm(sum(blocks), generator=random) + 1).tolist())
         tables = [[next(ids) for _ in range(count)] for count in blocks]
-        cache = LatentCache(sum(blocks) + 2, self.block_size, self.dims, self.dtype)
+        cache = LatentCache(
+            sum(blocks) + 2,
+            self.block_size,
+            self.dims,
+            self.cache_dtype or self.dtype,
+            scale=self.cache_scale,
+        )
         poison(cache.latent, cache.rope)
         fill = layout.plan_batch([0] * len(lengths), self.past, tables, self.block_size)
         history = torch.cat([keys[:past] for keys, past in zip(self.keys, self.past, strict=True)])
@@ -111,6 +122,20 @@ class Problem:
             row[count:] = HUGE_BLOCK
         slots = torch.nn.functional.pad(batch.slot_mapping, (0, self.padding_rows), value=-1)
         return replace(batch, block_table=table, slot_mapping=slots)
+
+
+@contextmanager
+def kernels(form: str) -> Iterator[None]:
+    """The compiled kernels ("native"), or the PyTorch forms that stand in for them ("pytorch")."""
+    if form == "native":
+        assert native.library() is not None, native.missing()
+        yield
+    else:
+        with mock.patch.object(native, "library", return_value=None):
+            yield
+
+
+FORMS = ["native", "pytorch"]
 
 
 def dims(heads: int, rank: int = 32, rope: int = 8, v: int = 16) -> MLADims:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import merge_partials
-from problem import TOLERANCE, relative_error
+from problem import FORMS, TOLERANCE, kernels, relative_error
 
 NOT_FINITE = [-torch.inf, torch.inf, torch.nan]
 seeds = st.integers(0, 2**16)
@@ -37,10 +37,12 @@ def test_merge_agrees_with_float64(shards: int, seed: int, dtype: torch.dtype) -
             continue
         received, own = (outs[:-1], outs[-1]) if local else (outs, None)
         received_lse, own_lse = (lses[:-1], lses[-1]) if local else (lses, None)
-        out, lse = merge_partials(received, received_lse, own, own_lse)
-        assert out.dtype == dtype
-        assert relative_error(out, expected) < TOLERANCE[dtype]
-        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-5)
+        for form in FORMS:
+            with kernels(form):
+                out, lse = merge_partials(received, received_lse, own, own_lse)
+            assert out.dtype == dtype
+            assert relative_error(out, expected) < TOLERANCE[dtype]
+            torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-5)
 
 
 @given(st.integers(2, 8), seeds)
@@ -67,24 +69,32 @@ def test_parts_that_are_not_finite_weigh_nothing(
         if mark != 0.0:
             lses[lost, row], outs[lost, row] = mark, torch.nan
             expected[1][lost, row], expected[0][lost, row] = -torch.inf, 0
-    out, lse = merge_partials(outs[:-1], lses[:-1], outs[-1], lses[-1])
     expected_out, expected_lse = oracle(*expected)
-    assert relative_error(out, expected_out) < 1e-5
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-5)
+    for form in FORMS:
+        with kernels(form):
+            out, lse = merge_partials(outs[:-1], lses[:-1], outs[-1], lses[-1])
+        assert relative_error(out, expected_out) < 1e-5
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mark", NOT_FINITE)
 @pytest.mark.parametrize("payload", [torch.nan, torch.inf, 1.0])
-def test_where_everything_is_empty_the_output_is_zero(mark: float, payload: float) -> None:
+def test_where_everything_is_empty_the_output_is_zero(
+    form: str, mark: float, payload: float
+) -> None:
     outs, lses = torch.full((2, 3, 2, 5), payload), torch.full((2, 3, 2), mark)
-    out, lse = merge_partials(outs, lses, outs[0], lses[0])
+    with kernels(form):
+        out, lse = merge_partials(outs, lses, outs[0], lses[0])
     assert out.eq(0).all()
     assert lse.eq(-torch.inf).all()
 
 
-def test_a_weight_that_underflows_is_zero_and_selects_its_payload_away() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_weight_that_underflows_is_zero_and_selects_its_payload_away(form: str) -> None:
     outs = torch.stack([torch.ones(1, 1, 4), torch.full((1, 1, 4), torch.nan)])
-    out, lse = merge_partials(outs, torch.tensor([[[500.0]], [[-500.0]]]))
+    with kernels(form):
+        out, lse = merge_partials(outs, torch.tensor([[[500.0]], [[-500.0]]]))
     assert out.eq(1).all()
     assert lse.item() == 500
 

@@ -5,6 +5,7 @@ The decode step is in `anabranch.schedules`; its operations are in `anabranch.st
 
 from anabranch.attention import AttentionKind, partial_attention
 from anabranch.cache import DecodeBatch, LatentCache
+from anabranch.capture import CapturedStep
 from anabranch.decoder import DCPDecoder
 from anabranch.exchange import ExchangeError, exchange_partials, pack_partials, unpack_partials
 from anabranch.geometry import MLADims, ShardLayout
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionKind",
+    "CapturedStep",
     "DCPDecoder",
     "DecodeBatch",
     "ExchangeError",

@@ -8,7 +8,10 @@ from functools import cached_property
 
 import torch
 
+from anabranch import native
 from anabranch.geometry import MLADims, ShardLayout
+
+CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 class LatentCache:
@@ -18,6 +21,9 @@ class LatentCache:
     and CUDA they are views of one buffer `[num_blocks, block_size, L + R]`; on NPU, whose
     attention operator reads them apart, they are two buffers. Slot `s` is entry
     `s % block_size` of block `s // block_size`. Unused slots may hold anything.
+
+    With `dtype` `torch.float8_e4m3fn` a stored value stands for itself times `scale`, one for
+    the whole cache; what lies beyond 448 * scale saturates. Other dtypes have `scale` 1.
     """
 
     def __init__(
@@ -27,6 +33,8 @@ class LatentCache:
         dims: MLADims,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        scale: float = 1.0,
     ) -> None:
         rank, width = dims.kv_lora_rank, dims.latent_width
         if torch.device(device).type == "npu":
@@ -35,10 +43,12 @@ class LatentCache:
         else:
             buffer = torch.empty(num_blocks, block_size, width, dtype=dtype, device=device)
             latent, rope = buffer[..., :rank], buffer[..., rank:]
-        self._bind(latent, rope)
+        self._bind(latent, rope, scale)
 
     @classmethod
-    def from_buffer(cls, buffer: torch.Tensor, kv_lora_rank: int) -> LatentCache:
+    def from_buffer(
+        cls, buffer: torch.Tensor, kv_lora_rank: int, *, scale: float = 1.0
+    ) -> LatentCache:
         """Wrap an engine's own cache `[num_blocks, block_size, L + R]` without copying it."""
         if buffer.dim() != 3 or buffer.shape[2] < kv_lora_rank:
             raise ValueError(
@@ -46,23 +56,65 @@ class LatentCache:
                 f"got shape {list(buffer.shape)}"
             )
         cache = cls.__new__(cls)
-        cache._bind(buffer[..., :kv_lora_rank], buffer[..., kv_lora_rank:])
+        cache._bind(buffer[..., :kv_lora_rank], buffer[..., kv_lora_rank:], scale)
         return cache
 
-    def _bind(self, latent: torch.Tensor, rope: torch.Tensor) -> None:
-        self.latent, self.rope = latent, rope
+    def _bind(self, latent: torch.Tensor, rope: torch.Tensor, scale: float) -> None:
+        if latent.dtype not in CACHE_DTYPES:
+            names = ", ".join(str(dtype) for dtype in CACHE_DTYPES)
+            raise ValueError(f"dtype must be one of {names}, got {latent.dtype}")
+        if not scale > 0 or (scale != 1 and latent.dtype != torch.float8_e4m3fn):
+            raise ValueError(f"scale must be positive, and 1 unless FP8, got {scale}")
+        self.latent, self.rope, self.scale = latent, rope, scale
         self.num_blocks, self.block_size = latent.shape[0], latent.shape[1]
 
     def write(self, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store the tokens this rank owns: row t goes to slot `slot_mapping[t]`, -1 is skipped.
 
         `kv_c` is `[T, L]`, `k_pe` `[T, R]`, `slot_mapping` `[T]` int64.
+        Raises ValueError for a slot beyond the cache.
         """
+        library = native.library() if self.latent.device.type == "cpu" else None
+        rows = kv_c.dtype == k_pe.dtype == self.latent.dtype and kv_c.stride(1) == 1
+        if library is not None and rows and (k_pe.shape[1] < 2 or k_pe.stride(1) == 1):
+            self._write_rows(library, kv_c, k_pe, slot_mapping)
+            return
         own = (slot_mapping >= 0).nonzero().squeeze(1)
         slots = slot_mapping[own]
         block, entry = slots // self.block_size, slots % self.block_size
-        self.latent.index_put_((block, entry), kv_c[own].to(self.latent.dtype))
-        self.rope.index_put_((block, entry), k_pe[own].to(self.rope.dtype))
+        self.latent[block, entry] = self._stored(kv_c[own])
+        self.rope[block, entry] = self._stored(k_pe[own])
+
+    def _write_rows(
+        self,
+        library: native.Library,
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """One pass over the rows, allocating nothing."""
+        size = self.latent.itemsize
+        arguments = []
+        for pages in (self.latent, self.rope):
+            arguments += [
+                pages.data_ptr(), pages.stride(0) * size, pages.stride(1) * size,
+                pages.shape[2] * size,
+            ]  # fmt: skip
+        lost = library.kernels.anabranch_store(
+            kv_c.data_ptr(), kv_c.stride(0) * size, k_pe.data_ptr(), k_pe.stride(0) * size,
+            slot_mapping.data_ptr(), slot_mapping.shape[0], self.num_blocks, self.block_size,
+            *arguments,
+        )  # fmt: skip
+        if lost:
+            raise ValueError(
+                f"slot_mapping must be below {self.num_blocks * self.block_size}, "
+                f"got {int(slot_mapping[lost - 1])} at {lost - 1}"
+            )
+
+    def _stored(self, values: torch.Tensor) -> torch.Tensor:
+        if self.latent.dtype == torch.float8_e4m3fn:
+            values = (values.float() / self.scale).clamp(-448, 448)
+        return values.to(self.latent.dtype)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.cache import DecodeBatch, LatentCache
+from anabranch.capture import CapturedStep
 from anabranch.exchange import gather_heads
 from anabranch.geometry import MLADims, ShardLayout
 from anabranch.schedules import RUN, Schedule
@@ -78,11 +79,24 @@ class DCPDecoder:
         that do not fit, ExchangeError or StreamError when a peer or an operation fails.
         """
         inputs = StepInputs(q_nope, q_pe, kv_c, k_pe, cache, batch, w_uv)
-        self._check(inputs)
+        self.check(inputs)
+        output = q_nope.new_empty(q_nope.shape[0], self.dims.num_heads * self.dims.v_head_dim)
+        step = self.prepare(inputs, self._buffers, output)
+        self.run(step, self.schedule if schedule is None else schedule)
+        return output
+
+    def capture(self, max_tokens: int) -> CapturedStep:
+        """A step on fixed buffers for up to `max_tokens` rows: see `anabranch.capture`."""
+        return CapturedStep(self, max_tokens)
+
+    def prepare(self, inputs: StepInputs, buffers: Buffers, output: torch.Tensor) -> DecodeStep:
+        """Lay a step out in `buffers`, ready for `run`."""
         kind = ProjectFirstStep if self.project_first else DecodeStep
-        step = kind(self.dims, self.group, inputs, self._buffers)
-        RUN[self.schedule if schedule is None else schedule](step, self._streams)
-        return step.output
+        return kind(self.dims, self.group, inputs, buffers, output)
+
+    def run(self, step: DecodeStep, schedule: Schedule) -> None:
+        """Give the operations of a prepared step to the streams."""
+        RUN[schedule](step, self._streams)
 
     def gather_w_uv(self, w_uv: torch.Tensor) -> torch.Tensor:
         """Gather `[H, L, V]` of every rank to `[N*H, L, V]`, once, for `project_first`."""
@@ -90,7 +104,8 @@ class DCPDecoder:
         by_head = gather_heads(w_uv.reshape(1, heads, rank * width), self.group)
         return by_head.view(-1, rank, width)
 
-    def _check(self, inputs: StepInputs) -> None:
+    def check(self, inputs: StepInputs) -> None:
+        """Raise ValueError, naming the argument, for inputs that do not fit this decoder."""
         dims, batch = self.dims, inputs.batch
         tokens = batch.num_tokens
         heads, rank, rope = dims.num_heads, dims.kv_lora_rank, dims.qk_rope_head_dim

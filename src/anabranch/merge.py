@@ -7,7 +7,11 @@ attention over the union of the keys is `sum_i w_i o_i` with `w_i = exp(l_i - l)
 
 from __future__ import annotations
 
+from ctypes import c_int32, c_int64, c_void_p
+
 import torch
+
+from anabranch import native
 
 
 def merge_partials(
@@ -46,8 +50,40 @@ def merge_partials(
         partials.append((local_output, local_lse))
     if out is None:
         out = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-    _merge(partials, *out)
+    library = native.library() if out[0].device.type == "cpu" else None
+    if library is None or out[0].dtype not in native.DTYPES:
+        _merge(partials, *out)
+    else:
+        _merge_native(library, partials, *out)
     return out
+
+
+def _merge_native(
+    library: native.Library,
+    partials: list[tuple[torch.Tensor, torch.Tensor]],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """One pass over the rows, which are read where they are if they are evenly spaced."""
+    rows = [(_even_rows(payload), _even_rows(log)) for payload, log in partials]
+    count = len(rows)
+    pointers, strides, dtypes = c_void_p * count, c_int64 * count, c_int32 * count
+    library.kernels.anabranch_merge(
+        pointers(*(payload.data_ptr() for payload, _ in rows)),
+        strides(*(payload.stride(1) for payload, _ in rows)),
+        dtypes(*(native.DTYPES[payload.dtype] for payload, _ in rows)),
+        pointers(*(log.data_ptr() for _, log in rows)),
+        strides(*(4 * log.stride(1) for _, log in rows)),
+        count, lse.numel(), out.shape[-1], out.data_ptr(), native.DTYPES[out.dtype],
+        lse.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _even_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` `[T, H, ...]`, copied unless its T*H rows are evenly spaced and dense."""
+    even = tensor.stride(0) == tensor.shape[1] * tensor.stride(1)
+    dense = tensor.dim() == 2 or tensor.stride(2) == 1
+    return tensor if even and dense else tensor.contiguous()
 
 
 def _merge(

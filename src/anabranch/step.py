@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from anabranch import vup
 from anabranch.attention import AttentionKind, partial_attention, provider_for
 from anabranch.cache import DecodeBatch, LatentCache
 from anabranch.exchange import exchange_partials, gather_heads, lse_columns
 from anabranch.geometry import MLADims
 from anabranch.merge import merge_partials
-from anabranch.vup import v_up, v_up_transposed
 
 
 class Buffers:
@@ -55,7 +55,10 @@ class StepInputs:
 
 
 class DecodeStep:
-    """One step of one layer: merge in the latent space, then project the merged rows to V."""
+    """One step of one layer: merge in the latent space, then project the merged rows to V.
+
+    `output` `[T, H*V]` is the caller's: it outlives the step, so it is not one of the buffers.
+    """
 
     def __init__(
         self,
@@ -63,16 +66,19 @@ class DecodeStep:
         group: dist.ProcessGroup | None,
         inputs: StepInputs,
         buffers: Buffers,
+        output: torch.Tensor,
     ) -> None:
         self.dims, self.group, self.inputs, self.buffers = dims, group, inputs, buffers
         self.world_size = 1 if group is None else group.size()
         self.tokens, self.own_heads = inputs.q_nope.shape[:2]
         self.all_heads = self.world_size * self.own_heads
         self.dtype = inputs.q_nope.dtype
-        # The output outlives the step, so it is the one tensor that is not a buffer.
-        self.output = inputs.q_nope.new_empty(self.tokens, self.own_heads * dims.v_head_dim)
-        # Current attention has fewer heads and no more scratch than history: one serves both.
-        size = provider_for(buffers.device).workspace_bytes(self.all_heads, dims)
+        self.output = output
+        # One for all that need scratch, in turn; fewer heads never need more than all heads.
+        size = max(
+            provider_for(buffers.device).workspace_bytes(self.all_heads, dims),
+            vup.workspace_bytes(dims.kv_lora_rank, dims.v_head_dim),
+        )
         self.workspace = buffers.take("workspace", size, dtype=torch.uint8)
         self.history = self._partials("history", self.all_heads, dims.kv_lora_rank)
         self.current = self._partials("current", self.own_heads, dims.kv_lora_rank)
@@ -162,11 +168,13 @@ class DecodeStep:
 
     def project(self) -> None:
         """V-up, batch-major."""
-        v_up(self.merged[0], self.inputs.w_uv, out=self.output)
+        vup.v_up(self.merged[0], self.inputs.w_uv, out=self.output, workspace=self.workspace)
 
     def project_transposed(self) -> None:
         """V-up before the change: transpose, product, transpose."""
-        v_up_transposed(self.merged[0], self.inputs.w_uv, out=self.output)
+        vup.v_up_transposed(
+            self.merged[0], self.inputs.w_uv, out=self.output, workspace=self.workspace
+        )
 
     def store(self) -> None:
         """Keep the tokens of this step that this rank owns."""
@@ -187,8 +195,9 @@ class ProjectFirstStep(DecodeStep):
         group: dist.ProcessGroup | None,
         inputs: StepInputs,
         buffers: Buffers,
+        output: torch.Tensor,
     ) -> None:
-        super().__init__(dims, group, inputs, buffers)
+        super().__init__(dims, group, inputs, buffers, output)
         width = dims.v_head_dim
         self.sent = self._partials("history_projected", self.all_heads, width)
         self.latent_current = self.current
@@ -217,5 +226,5 @@ class ProjectFirstStep(DecodeStep):
         w_uv: torch.Tensor,
         projected: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        v_up(latent[0], w_uv, out=projected[0].flatten(1))
+        vup.v_up(latent[0], w_uv, out=projected[0].flatten(1), workspace=self.workspace)
         projected[1].copy_(latent[1])

@@ -7,42 +7,58 @@ they are; the classic form moves both in memory (transpose, product, transpose).
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
+from anabranch import native
 
-def v_up(x: torch.Tensor, w_uv: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+
+def v_up(
+    x: torch.Tensor,
+    w_uv: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Project `x` `[T, H, L]` with `w_uv` `[H, L, V]` to `[T, H*V]`, moving neither in memory.
 
-    `w_uv` may have any strides. `out`, `[T, H*V]` contiguous, receives the result.
+    `w_uv` may have any strides. `out`, `[T, H*V]` contiguous, receives the result. `workspace`
+    is uint8 scratch of `workspace_bytes`, allocated without.
     Raises ValueError, naming the argument, when the shapes do not fit together.
     """
     _check(x, w_uv)
     tokens, heads, width = *x.shape[:2], w_uv.shape[2]
     if out is None:
         out = x.new_empty(tokens, heads * width)
-    _product(x.transpose(0, 1), w_uv, out.view(tokens, heads, width).transpose(0, 1))
+    _product(x.transpose(0, 1), w_uv, out.view(tokens, heads, width).transpose(0, 1), workspace)
     return out
 
 
 def v_up_transposed(
-    x: torch.Tensor, w_uv: torch.Tensor, *, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    w_uv: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The form before the change, which moves the operand and then the result. Same bits as `v_up`.
-
-    Both passes over memory are made. The result is moved from a buffer that has the strides of
-    `v_up`'s output, since a BLAS rounds by the stride it writes with.
-    """
+    """The form before the change, which moves the operand and then the result. Same bits."""
     _check(x, w_uv)
     tokens, heads, width = *x.shape[:2], w_uv.shape[2]
     if out is None:
         out = x.new_empty(tokens, heads * width)
     moved = x.transpose(0, 1).contiguous()
-    product = torch.empty_like(out)
-    _product(moved, w_uv, product.view(tokens, heads, width).transpose(0, 1))
-    out.copy_(product)
+    product = x.new_empty(heads, tokens, width)
+    _product(moved, w_uv, product, workspace)
+    out.view(tokens, heads, width).copy_(product.transpose(0, 1))
     return out
+
+
+def workspace_bytes(kv_lora_rank: int, v_head_dim: int) -> int:
+    """Scratch of one `v_up`, in bytes, whatever the tokens and heads."""
+    library = native.library()
+    if library is None:
+        return 0
+    threads = torch.get_num_threads()
+    return int(library.kernels.anabranch_v_up_bytes(kv_lora_rank, v_head_dim, threads))
 
 
 def _check(x: torch.Tensor, w_uv: torch.Tensor) -> None:
@@ -53,23 +69,29 @@ def _check(x: torch.Tensor, w_uv: torch.Tensor) -> None:
         )
 
 
-def _product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
-    """`out[h] = x[h] @ w[h]`; all three may be strided.
-
-    A CPU without units for the dtype multiplies it a hundred times slower than FP32, so there
-    the product runs in FP32, one head at a time to bound the converted copy of the weight.
-    """
-    if x.device.type == "cpu" and not _cpu_multiplies(x.dtype):
-        for x_head, w_head, out_head in zip(x, w, out, strict=True):
-            out_head.copy_(x_head.float() @ w_head.float())
-    else:
+def _product(
+    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None
+) -> None:
+    """`out[h] = x[h] @ w[h]`; all three may be strided."""
+    if x.device.type != "cpu":
         torch.bmm(x, w, out=out)
-
-
-@cache
-def _cpu_multiplies(dtype: torch.dtype) -> bool:
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return True
+        return
+    library = native.library()
+    dense = all(tensor.stride(2) == 1 for tensor in (x, w, out))
+    if library is not None and dense and x.dtype in native.DTYPES:
+        heads, tokens, rank = x.shape
+        width, threads = w.shape[2], torch.get_num_threads()
+        needed = workspace_bytes(rank, width)
+        if workspace is None:
+            workspace = torch.empty(needed, dtype=torch.uint8)
+        elif workspace.numel() < needed:
+            raise ValueError(f"workspace must hold {needed} bytes, got {workspace.numel()}")
+        library.kernels.anabranch_v_up(
+            x.data_ptr(), x.stride(1), x.stride(0), w.data_ptr(), w.stride(0), w.stride(1),
+            out.data_ptr(), out.stride(1), out.stride(0), tokens, heads, rank, width,
+            native.DTYPES[x.dtype], threads, workspace.data_ptr(), library.sgemm,
+        )  # fmt: skip
+    else:  # one head at a time bounds the copies, and each product has the same strides
+        exact = x.dtype if x.dtype == torch.float64 else torch.float32
+        for x_head, w_head, out_head in zip(x, w, out, strict=True):
+            out_head.copy_(x_head.to(exact).contiguous() @ w_head.to(exact))

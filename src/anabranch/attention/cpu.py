@@ -2,26 +2,28 @@
 
 All query rows (token, head) of one sequence share its keys, so one tile of gathered keys serves
 them all: `scores = Q K^T`, a running maximum, `acc = acc * decay + P K[:, :L]` (the online
-softmax of Milakov and Gimelshein, arXiv 1805.02867, as in FlashAttention). Scratch is bounded
-by the two tile constants whatever the context. Products and sums run in FP32; a 16-bit tile is
-converted once and serves every row of the sequence.
+softmax of Milakov and Gimelshein, arXiv 1805.02867, as in FlashAttention). The loop is the
+compiled one of `anabranch.native`, which cuts rows times keys into one equal share per thread;
+`cpu_fallback` has the same loop in PyTorch, for machines without a compiler.
+
+Floor of one decode step: `2 * heads * (2 L + R)` FLOPs and `(L + R) * itemsize` bytes a key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ctypes
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from anabranch import native
+from anabranch.attention import cpu_fallback
 from anabranch.cache import DecodeBatch, LatentCache
 from anabranch.geometry import MLADims
 
-KEY_TILE = 1024  # keys per product
-ROW_TILE = 1024  # query rows per product: bounds the scratch of a prefill chunk
-
-# Puts keys [start, stop) of one sequence into an FP32 tile [stop - start, L + R].
-LoadKeys = Callable[[int, int, torch.Tensor], None]
+KEY_TILE = 512  # keys per product
+ROW_TILE = 512  # query rows per product, or all heads of a token if they are more
 
 
 def history(
@@ -34,22 +36,23 @@ def history(
     lse: torch.Tensor,
     workspace: torch.Tensor | None,
 ) -> None:
-    scratch = _Scratch(q_nope, q_pe, workspace)
-    rank, size = q_nope.shape[2], cache.block_size
-    first = 0
-    for b, (length, queries) in enumerate(batch.host_lens):
-        table = batch.block_table[b]
-
-        def load(start: int, stop: int, tile: torch.Tensor, table: torch.Tensor = table) -> None:
-            head = start // size  # a tile may begin inside a block: gather whole blocks, then cut
-            pages = table[head : -(-stop // size)].long()
-            cut = slice(start - head * size, stop - head * size)
-            tile[:, :rank] = cache.latent[pages].flatten(0, 1)[cut]
-            tile[:, rank:] = cache.rope[pages].flatten(0, 1)[cut]
-
-        rows = slice(first, first := first + queries)
-        _attend(scratch, q_nope, q_pe, rows, load, length, False, scale, out, lse)
-    _empty(out[first:], lse[first:])
+    library = native.library()
+    if library is None:
+        cpu_fallback.history(q_nope, q_pe, cache, batch, scale, out, lse, workspace)
+        return
+    table = batch.block_table
+    lost = _attend(
+        library, q_nope, q_pe, cache.latent, cache.rope, batch, scale, out, lse, workspace,
+        table=table.data_ptr(), table_row=table.stride(0), num_blocks=cache.num_blocks,
+        block_size=cache.block_size, cache_scale=cache.scale,
+        latent_block=cache.latent.stride(0), latent_entry=cache.latent.stride(1),
+        rope_block=cache.rope.stride(0), rope_entry=cache.rope.stride(1),
+    )  # fmt: skip
+    if lost is not None:
+        raise ValueError(
+            f"batch.block_table[{lost}] must name blocks in [0, {cache.num_blocks}) for all "
+            f"{int(batch.seq_lens[lost])} tokens, got {table[lost].tolist()}"
+        )
 
 
 def current(
@@ -63,145 +66,74 @@ def current(
     lse: torch.Tensor,
     workspace: torch.Tensor | None,
 ) -> None:
-    with _one_thread():
-        if all(queries == 1 for _, queries in batch.host_lens):
-            _current_single(q_nope, q_pe, kv_c, k_pe, len(batch.host_lens), scale, out, lse)
-        else:
-            _current_several(q_nope, q_pe, kv_c, k_pe, batch, scale, out, lse, workspace)
+    library = native.library()
+    if library is None:
+        with _one_thread():
+            cpu_fallback.current(q_nope, q_pe, kv_c, k_pe, batch, scale, out, lse, workspace)
+        return
+    _attend(
+        library, q_nope, q_pe, kv_c, k_pe, batch, scale, out, lse, workspace,
+        latent_entry=kv_c.stride(0), rope_entry=k_pe.stride(0), cache_scale=1.0,
+    )  # fmt: skip
 
 
-def _current_several(
+def workspace_bytes(num_heads: int, dims: MLADims) -> int:
+    """Scratch that `history` and `current` need for up to `num_heads` heads, in bytes."""
+    library = native.library()
+    if library is None:
+        return cpu_fallback.workspace_bytes(num_heads, dims)
+    rows, threads = max(ROW_TILE, num_heads), torch.get_num_threads()
+    return int(
+        library.kernels.anabranch_workspace_bytes(
+            rows, dims.kv_lora_rank, dims.latent_width, KEY_TILE, threads
+        )
+    )
+
+
+def _attend(
+    library: native.Library,
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
     batch: DecodeBatch,
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor,
     workspace: torch.Tensor | None,
-) -> None:
-    scratch = _Scratch(q_nope, q_pe, workspace)
-    rank = q_nope.shape[2]
-    first = 0
-    for _, queries in batch.host_lens:
-
-        def load(start: int, stop: int, tile: torch.Tensor, first: int = first) -> None:
-            tile[:, :rank] = kv_c[first + start : first + stop]
-            tile[:, rank:] = k_pe[first + start : first + stop]
-
-        rows = slice(first, first := first + queries)
-        _attend(scratch, q_nope, q_pe, rows, load, queries, True, scale, out, lse)
-    _empty(out[first:], lse[first:])
-
-
-def workspace_bytes(num_heads: int, dims: MLADims) -> int:
-    """Scratch that `history` and `current` need for `num_heads` heads, in bytes."""
-    return 4 * sum(_Scratch.sizes(num_heads, dims.kv_lora_rank, dims.latent_width))
-
-
-class _Scratch:
-    """FP32 tiles of one call, laid out in the workspace, or in fresh memory without one."""
-
-    def __init__(
-        self, q_nope: torch.Tensor, q_pe: torch.Tensor, workspace: torch.Tensor | None
-    ) -> None:
-        heads, rank = q_nope.shape[1:]
-        width = rank + q_pe.shape[2]
-        sizes = self.sizes(heads, rank, width)
-        if workspace is None:
-            flat = torch.empty(sum(sizes), dtype=torch.float32)
-        elif workspace.numel() < 4 * sum(sizes):
-            raise ValueError(f"workspace must hold {4 * sum(sizes)} bytes, got {workspace.numel()}")
-        else:
-            flat = workspace[: 4 * sum(sizes)].view(torch.float32)
-        queries, keys, self.scores, acc = torch.split(flat, list(sizes))
-        self.tokens = _rows(heads) // heads
-        self.queries = queries[: self.tokens * heads * width].view(self.tokens, heads, width)
-        self.keys, self.acc = keys.view(KEY_TILE, width), acc.view(_rows(heads), rank)
-
-    @staticmethod
-    def sizes(heads: int, rank: int, width: int) -> tuple[int, int, int, int]:
-        """Elements of the query rows, the key tile, the scores and the accumulator."""
-        rows = _rows(heads)
-        return rows * width, KEY_TILE * width, rows * KEY_TILE, rows * rank
+    **layout: float,
+) -> int | None:
+    """Run the kernel; returns the sequence whose block table leads outside the cache, or None."""
+    if q_nope.dtype == torch.float64:
+        raise ValueError("q_nope must be float32, bfloat16 or float16, got torch.float64")
+    tokens, heads, rank = q_nope.shape
+    width, rows, threads = rank + q_pe.shape[2], max(ROW_TILE, heads), torch.get_num_threads()
+    needed = library.kernels.anabranch_workspace_bytes(rows, rank, width, KEY_TILE, threads)
+    if workspace is None:
+        workspace = torch.empty(needed, dtype=torch.uint8)
+    elif workspace.numel() < needed:
+        raise ValueError(f"workspace must hold {needed} bytes, got {workspace.numel()}")
+    q_nope, q_pe, latent, rope = map(_dense_rows, (q_nope, q_pe, latent, rope))
+    bf16 = q_nope.dtype == latent.dtype == torch.bfloat16
+    task = native.Attention(
+        q_nope=q_nope.data_ptr(), q_pe=q_pe.data_ptr(),
+        q_nope_token=q_nope.stride(0), q_nope_head=q_nope.stride(1),
+        q_pe_token=q_pe.stride(0), q_pe_head=q_pe.stride(1),
+        latent=latent.data_ptr(), rope=rope.data_ptr(),
+        key_lens=batch.seq_lens.data_ptr(), query_lens=batch.query_lens.data_ptr(),
+        out=out.data_ptr(), lse=lse.data_ptr(),
+        batch=batch.seq_lens.shape[0], tokens=tokens, heads=heads, rank=rank,
+        rope_width=q_pe.shape[2], row_tile=rows, key_tile=KEY_TILE, scale=scale,
+        dtype=native.DTYPES[q_nope.dtype], cache_dtype=native.DTYPES[latent.dtype],
+        threads=threads, workspace=workspace.data_ptr(), sgemm=library.sgemm,
+        bf16gemm=library.bf16gemm if bf16 else 0, **layout,
+    )  # fmt: skip
+    lost = library.kernels.anabranch_attention(ctypes.byref(task))
+    return lost - 1 if lost else None
 
 
-def _rows(heads: int) -> int:
-    """Rows of the tiles: never fewer for more heads, so scratch for all serves some as well."""
-    return max(ROW_TILE, heads)
-
-
-def _attend(
-    scratch: _Scratch,
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    rows: slice,
-    load: LoadKeys,
-    num_keys: int,
-    causal: bool,
-    scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """Token rows `rows` of one sequence against its `num_keys` keys, a tile at a time.
-
-    With `causal`, row i of `rows` sees keys 0 to i.
-    """
-    if num_keys == 0:
-        _empty(out[rows], lse[rows])
-        return
-    heads, rank = q_nope.shape[1:]
-    for start in range(rows.start, rows.stop, scratch.tokens):
-        part = slice(start, min(start + scratch.tokens, rows.stop))
-        offset, count = part.start - rows.start, part.stop - part.start
-        queries = scratch.queries[:count]
-        queries[..., :rank], queries[..., rank:] = q_nope[part], q_pe[part]
-        queries = queries.view(count * heads, -1).mul_(scale)  # in FP32, after the conversion
-        acc = scratch.acc[: count * heads]
-        peak = acc.new_full((count * heads, 1), -torch.inf)
-        total = acc.new_zeros(count * heads, 1)
-        seen = offset + count if causal else num_keys
-        for key in range(0, seen, KEY_TILE):
-            stop = min(key + KEY_TILE, seen)
-            keys = scratch.keys[: stop - key]
-            load(key, stop, keys)
-            scores = scratch.scores[: count * heads * (stop - key)].view(-1, stop - key)
-            torch.mm(queries, keys.T, out=scores)
-            if causal and stop > offset + 1:
-                future = torch.arange(key, stop) > torch.arange(offset, offset + count)[:, None]
-                scores.view(count, heads, -1).masked_fill_(future[:, None], -torch.inf)
-            # Key 0 is visible to every row, so from the first tile on the peak is finite.
-            higher = torch.maximum(peak, scores.amax(1, keepdim=True))
-            decay = torch.exp(peak - higher)
-            scores.sub_(higher).exp_()
-            total = total.mul_(decay).add_(scores.sum(1, keepdim=True))
-            if key == 0:
-                torch.mm(scores, keys[:, :rank], out=acc)
-            else:
-                acc.mul_(decay).addmm_(scores, keys[:, :rank])
-            peak = higher
-        torch.div(acc, total, out=acc)
-        out[part] = acc.view(count, heads, rank)
-        lse[part] = (peak + total.log()).view(count, heads)
-
-
-def _current_single(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    rows: int,
-    scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """One token per sequence: it attends to itself with weight 1, whatever the score."""
-    out[:rows] = kv_c[:rows].unsqueeze(1)
-    score = torch.bmm(q_nope[:rows].float(), kv_c[:rows].float().unsqueeze(2))
-    score += torch.bmm(q_pe[:rows].float(), k_pe[:rows].float().unsqueeze(2))
-    lse[:rows] = score.squeeze(2).mul_(scale)
-    _empty(out[rows:], lse[rows:])
+def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @contextmanager
@@ -209,7 +141,7 @@ def _one_thread() -> Iterator[None]:
     """Run with one intra-op thread, as a side stream does.
 
     The bits of a BLAS product depend on the number of threads, and current attention must not
-    depend on the stream that a schedule gives it to.
+    depend on the stream that a schedule gives it to. The compiled loop sees to that itself.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -217,9 +149,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _empty(out: torch.Tensor, lse: torch.Tensor) -> None:
-    """What rows without keys get: padding rows, and the rows of a sequence with no history."""
-    out.zero_()
-    lse.fill_(-torch.inf)

@@ -28,7 +28,8 @@ def history(
         block = batch.block_table[b].long()[position // cache.block_size]
         entry = position % cache.block_size
         _attend(
-            q_nope[rows], q_pe[rows], cache.latent[block, entry], cache.rope[block, entry], scale,
+            q_nope[rows], q_pe[rows],
+            cache.latent[block, entry], cache.rope[block, entry], cache.scale, scale,
             out[rows], lse[rows],
         )  # fmt: skip
     out[first:], lse[first:] = 0, -torch.inf
@@ -50,7 +51,7 @@ def current(
         for row in range(first, first + queries):
             one = slice(row, row + 1)
             seen = slice(first, row + 1)
-            _attend(q_nope[one], q_pe[one], kv_c[seen], k_pe[seen], scale, out[one], lse[one])
+            _attend(q_nope[one], q_pe[one], kv_c[seen], k_pe[seen], 1.0, scale, out[one], lse[one])
         first += queries
     out[first:], lse[first:] = 0, -torch.inf
 
@@ -64,15 +65,16 @@ def _attend(
     q_pe: torch.Tensor,
     latent: torch.Tensor,
     rope: torch.Tensor,
+    key_scale: float,
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
     """`q` `[t, heads, .]` against keys `[n, .]`; with n = 0, output 0 and LSE -inf."""
     exact = torch.float64 if q_nope.dtype == torch.float64 else torch.float32
-    latent = latent.to(exact)
+    latent, rope = latent.to(exact) * key_scale, rope.to(exact) * key_scale
     scores = torch.einsum("thl,nl->thn", q_nope.to(exact), latent)
-    scores += torch.einsum("thr,nr->thn", q_pe.to(exact), rope.to(exact))
+    scores += torch.einsum("thr,nr->thn", q_pe.to(exact), rope)
     scores *= scale
     log_sum = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - log_sum.unsqueeze(-1))

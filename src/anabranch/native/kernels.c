@@ -1,0 +1,559 @@
+/* The CPU provider's loops: attention tiles, pack, merge, V-up. Plain C, no PyTorch headers.
+ *
+ * Matrix products are those of the BLAS that PyTorch carries, passed in as function pointers.
+ * All sums run in FP32. Strides count elements; the last dimension of every tensor is contiguous.
+ * Compiled by anabranch.native on first use, for the machine it runs on.
+ */
+
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+enum { F32, BF16, F16, E4M3 };
+static const int64_t ITEM[] = {4, 2, 2, 1};
+
+/* Fortran sgemm, and MKL's BF16 product with an FP32 result. */
+typedef void (*sgemm_fn)(const char *, const char *, const int *, const int *, const int *,
+                         const float *, const float *, const int *, const float *, const int *,
+                         const float *, float *, const int *);
+typedef void (*bf16gemm_fn)(int, int, int, int, int, int, float, const uint16_t *, int,
+                            const uint16_t *, int, float, float *, int);
+
+/* ---- number formats ---------------------------------------------------------------------- */
+
+static inline float bits_to_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint32_t float_to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+static float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
+    if (exponent == 31) return bits_to_float(sign | 0x7f800000 | mantissa << 13);
+    if (exponent) return bits_to_float(sign | (exponent + 112) << 23 | mantissa << 13);
+    return bits_to_float(sign | float_to_bits((float)mantissa * 0x1p-24f));
+}
+
+static uint16_t float_to_half(float f) {
+    uint32_t bits = float_to_bits(f), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
+    if (magnitude < 0x38800000) /* subnormal: let the FPU round to a multiple of 2^-24 */
+        return (uint16_t)(sign | (uint32_t)nearbyintf(bits_to_float(magnitude) * 0x1p24f));
+    uint32_t rounded = magnitude + 0xfff + (magnitude >> 13 & 1);
+    return (uint16_t)(sign | ((rounded - 0x38000000) >> 13));
+}
+
+static inline uint16_t float_to_bf16(float f) {
+    uint32_t bits = float_to_bits(f);
+    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+static float e4m3_table[256];
+
+static void __attribute__((constructor)) fill_e4m3_table(void) {
+    for (int code = 0; code < 256; code++) {
+        int exponent = code >> 3 & 15, mantissa = code & 7;
+        float value = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+        if ((code & 127) == 127) value = NAN;
+        e4m3_table[code] = code & 128 ? -value : value;
+    }
+}
+
+/* dst[i] = src[i] * scale; the scale is that of an FP8 cache, and 1 for other formats. */
+static void load_row(float *restrict dst, const void *restrict src, int64_t n, int dtype,
+                     float scale) {
+    if (dtype == F32) {
+        memcpy(dst, src, n * 4);
+    } else if (dtype == BF16) {
+        const uint16_t *from = src;
+        for (int64_t i = 0; i < n; i++) dst[i] = bits_to_float((uint32_t)from[i] << 16);
+    } else if (dtype == F16) {
+        const uint16_t *from = src;
+        int64_t i = 0;
+#if defined(__F16C__)
+        for (; i + 8 <= n; i += 8)
+            _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + i))));
+#endif
+        for (; i < n; i++) dst[i] = half_to_float(from[i]);
+    } else {
+        const uint8_t *from = src;
+        for (int64_t i = 0; i < n; i++) dst[i] = e4m3_table[from[i]] * scale;
+    }
+}
+
+/* dst[i] = src[i] * factor, rounded to nearest even. */
+static void store_row(void *restrict dst, const float *restrict src, int64_t n, int dtype,
+                      float factor) {
+    if (dtype == F32) {
+        float *to = dst;
+        for (int64_t i = 0; i < n; i++) to[i] = src[i] * factor;
+    } else if (dtype == BF16) {
+        uint16_t *to = dst;
+        for (int64_t i = 0; i < n; i++) to[i] = float_to_bf16(src[i] * factor);
+    } else {
+        uint16_t *to = dst;
+        int64_t i = 0;
+#if defined(__F16C__)
+        __m256 factors = _mm256_set1_ps(factor);
+        for (; i + 8 <= n; i += 8)
+            _mm_storeu_si128((void *)(to + i),
+                             _mm256_cvtps_ph(_mm256_mul_ps(_mm256_loadu_ps(src + i), factors),
+                                             _MM_FROUND_TO_NEAREST_INT));
+#endif
+        for (; i < n; i++) to[i] = float_to_half(src[i] * factor);
+    }
+}
+
+/* exp for x <= 0 within 2 ulp, written so that compilers vectorise it: 2^k times a polynomial
+ * of the remainder (coefficients of Cephes' expf). Below -87.3, where the result would be
+ * subnormal, it is 0. */
+static inline float exp_negative(float x) {
+    float clamped = x < -87.3f ? -87.3f : x;
+    float k = nearbyintf(clamped * 1.44269504088896341f);
+    float r = clamped - k * 0.693359375f + k * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    float power = bits_to_float((uint32_t)((int32_t)k + 127) << 23);
+    return x < -87.3f ? 0.0f : p * power;
+}
+
+/* ---- attention --------------------------------------------------------------------------- */
+
+typedef struct {
+    const void *q_nope, *q_pe; /* [T, heads, L], [T, heads, R] */
+    int64_t q_nope_token, q_nope_head, q_pe_token, q_pe_head;
+    const void *latent, *rope; /* paged [blocks, block_size, .]; or rows [T, .] */
+    int64_t latent_block, latent_entry, rope_block, rope_entry;
+    const int32_t *table; /* [B, table_row]; NULL: keys are rows, those of this step, causal */
+    int64_t table_row, num_blocks, block_size;
+    const int32_t *key_lens, *query_lens;
+    void *out;  /* [T, heads, L] contiguous */
+    float *lse; /* [T, heads] contiguous */
+    int64_t batch, tokens, heads, rank, rope_width, row_tile, key_tile;
+    float scale, cache_scale;
+    int32_t dtype, cache_dtype, threads;
+    char *workspace;
+    sgemm_fn sgemm;
+    bf16gemm_fn bf16gemm; /* NULL: multiply in FP32 */
+} Attention;
+
+/* Scratch of one thread. With a BF16 product `queries`, `keys` and `weights` hold BF16. */
+typedef struct {
+    float *queries, *keys, *scores;
+    uint16_t *weights;
+    struct Partial {
+        int64_t unit;
+        float *acc, *peak, *total;
+    } partial[2]; /* a thread's range begins and ends inside a unit at most once each */
+} Scratch;
+
+/* A unit: one tile of token rows of one sequence, and the keys it attends to. */
+typedef struct {
+    int64_t sequence, first_row, offset, tokens, keys;
+} Unit;
+
+static int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+static int64_t scratch_bytes(int64_t rows, int64_t rank, int64_t width, int64_t key_tile) {
+    return aligned(4 * rows * width) + aligned(4 * key_tile * width) +
+           aligned(4 * rows * key_tile) + aligned(2 * rows * key_tile) +
+           2 * (aligned(4 * rows * rank) + 2 * aligned(4 * rows));
+}
+
+int64_t anabranch_workspace_bytes(int64_t rows, int64_t rank, int64_t width, int64_t key_tile,
+                                  int64_t threads) {
+    return threads * scratch_bytes(rows, rank, width, key_tile) + 64;
+}
+
+static void *carve(char **from, int64_t bytes) {
+    void *here = *from;
+    *from += aligned(bytes);
+    return here;
+}
+
+static Scratch scratch_of(const Attention *a, int thread) {
+    int64_t rows = a->row_tile, width = a->rank + a->rope_width;
+    char *at = (char *)aligned((int64_t)a->workspace) +
+               thread * scratch_bytes(rows, a->rank, width, a->key_tile);
+    Scratch s;
+    s.queries = carve(&at, 4 * rows * width);
+    s.keys = carve(&at, 4 * a->key_tile * width);
+    s.scores = carve(&at, 4 * rows * a->key_tile);
+    s.weights = carve(&at, 2 * rows * a->key_tile);
+    for (int i = 0; i < 2; i++) {
+        s.partial[i].unit = -1;
+        s.partial[i].acc = carve(&at, 4 * rows * a->rank);
+        s.partial[i].peak = carve(&at, 4 * rows);
+        s.partial[i].total = carve(&at, 4 * rows);
+    }
+    return s;
+}
+
+/* The unit after `unit`, in sequence and row order; `sequence == batch` at the end. */
+static void next_unit(const Attention *a, Unit *unit) {
+    int64_t most = a->row_tile / a->heads;
+    unit->first_row += unit->tokens;
+    unit->offset += unit->tokens;
+    while (unit->sequence < a->batch && unit->offset >= a->query_lens[unit->sequence]) {
+        unit->sequence++;
+        unit->offset = 0;
+    }
+    if (unit->sequence == a->batch) return;
+    int64_t left = a->query_lens[unit->sequence] - unit->offset;
+    unit->tokens = left < most ? left : most;
+    unit->keys = a->table ? a->key_lens[unit->sequence] : unit->offset + unit->tokens;
+}
+
+static const char *at(const void *base, int64_t offset, int dtype) {
+    return (const char *)base + offset * ITEM[dtype];
+}
+
+static void load_queries(const Attention *a, const Unit *unit, float *queries) {
+    int64_t width = a->rank + a->rope_width, item = ITEM[a->dtype];
+    for (int64_t t = 0; t < unit->tokens; t++)
+        for (int64_t h = 0; h < a->heads; h++) {
+            int64_t row = unit->first_row + t;
+            const char *nope =
+                at(a->q_nope, row * a->q_nope_token + h * a->q_nope_head, a->dtype);
+            const char *pe = at(a->q_pe, row * a->q_pe_token + h * a->q_pe_head, a->dtype);
+            int64_t to = (t * a->heads + h) * width;
+            if (a->bf16gemm) {
+                memcpy((uint16_t *)queries + to, nope, a->rank * item);
+                memcpy((uint16_t *)queries + to + a->rank, pe, a->rope_width * item);
+            } else {
+                load_row(queries + to, nope, a->rank, a->dtype, 1);
+                load_row(queries + to + a->rank, pe, a->rope_width, a->dtype, 1);
+            }
+        }
+}
+
+static void load_keys(const Attention *a, const Unit *unit, int64_t first, int64_t count,
+                      float *keys) {
+    int64_t width = a->rank + a->rope_width, item = ITEM[a->cache_dtype];
+    int64_t sequence_row = unit->first_row - unit->offset;
+    const int32_t *table = a->table ? a->table + unit->sequence * a->table_row : NULL;
+    for (int64_t k = 0; k < count;) { /* a run: keys that lie in one block */
+        int64_t key = first + k, block = 0, entry = sequence_row + key, run = count;
+        if (table) {
+            block = table[key / a->block_size];
+            entry = key % a->block_size;
+            run = k + a->block_size - entry < count ? k + a->block_size - entry : count;
+        }
+        const char *latent =
+            at(a->latent, block * a->latent_block + entry * a->latent_entry, a->cache_dtype);
+        const char *rope =
+            at(a->rope, block * a->rope_block + entry * a->rope_entry, a->cache_dtype);
+        for (; k < run; k++, latent += a->latent_entry * item, rope += a->rope_entry * item) {
+            if (a->bf16gemm) {
+                uint16_t *to = (uint16_t *)keys + k * width;
+                memcpy(to, latent, a->rank * item);
+                memcpy(to + a->rank, rope, a->rope_width * item);
+            } else {
+                float *to = keys + k * width;
+                load_row(to, latent, a->rank, a->cache_dtype, a->cache_scale);
+                load_row(to + a->rank, rope, a->rope_width, a->cache_dtype, a->cache_scale);
+            }
+        }
+    }
+}
+
+/* Online softmax of one tile: scores become weights, and what was accumulated decays. */
+static void soften(const Attention *a, const Unit *unit, int64_t first, int64_t count, Scratch *s,
+                   struct Partial *p, int fresh) {
+    int64_t rows = unit->tokens * a->heads;
+    for (int64_t row = 0; row < rows; row++) {
+        float *scores = s->scores + row * count, *acc = p->acc + row * a->rank;
+        int64_t seen = count;
+        if (!a->table) { /* causal: a token sees the keys up to its own */
+            int64_t own = unit->offset + row / a->heads + 1 - first;
+            seen = own < count ? (own > 0 ? own : 0) : count;
+        }
+        float peak = fresh ? -INFINITY : p->peak[row], higher = peak, sum = 0;
+#pragma omp simd reduction(max : higher)
+        for (int64_t i = 0; i < seen; i++) higher = scores[i] > higher ? scores[i] : higher;
+        if (seen > 0 && higher > -INFINITY) {
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < seen; i++) {
+                scores[i] = exp_negative(scores[i] - higher);
+                sum += scores[i];
+            }
+        } else {
+            seen = 0;
+        }
+        memset(scores + seen, 0, (count - seen) * 4);
+        float decay = higher > -INFINITY ? expf(peak - higher) : 1;
+        if (!fresh && decay != 1)
+            for (int64_t i = 0; i < a->rank; i++) acc[i] *= decay;
+        p->total[row] = (fresh ? 0 : p->total[row] * decay) + sum;
+        p->peak[row] = higher;
+        if (a->bf16gemm) store_row(s->weights + row * count, scores, count, BF16, 1);
+    }
+}
+
+/* Keys [first, last) of a unit into a partial result: acc is the weighted sum, not divided. */
+static void attend(const Attention *a, const Unit *unit, int64_t first, int64_t last, Scratch *s,
+                   struct Partial *p) {
+    int rows = (int)(unit->tokens * a->heads), rank = (int)a->rank;
+    int width = (int)(a->rank + a->rope_width);
+    load_queries(a, unit, s->queries);
+    for (int64_t key = first; key < last; key += a->key_tile) {
+        int count = (int)(last - key < a->key_tile ? last - key : a->key_tile);
+        int fresh = key == first;
+        float zero = 0, one = 1, keep = fresh ? 0 : 1;
+        load_keys(a, unit, key, count, s->keys);
+        if (a->bf16gemm) { /* 101: row-major; 111, 112: as is, transposed */
+            a->bf16gemm(101, 111, 112, rows, count, width, a->scale, (uint16_t *)s->queries,
+                        width, (uint16_t *)s->keys, width, 0, s->scores, count);
+            soften(a, unit, key, count, s, p, fresh);
+            a->bf16gemm(101, 111, 111, rows, rank, count, 1, s->weights, count,
+                        (uint16_t *)s->keys, width, keep, p->acc, rank);
+        } else { /* column-major: the products are written transposed */
+            a->sgemm("T", "N", &count, &rows, &width, &a->scale, s->keys, &width, s->queries,
+                     &width, &zero, s->scores, &count);
+            soften(a, unit, key, count, s, p, fresh);
+            a->sgemm("N", "N", &rank, &rows, &count, &one, s->keys, &width, s->scores, &count,
+                     &keep, p->acc, &rank);
+        }
+    }
+}
+
+/* Divide and store. A row that saw no key gets output 0, LSE -inf. */
+static void finish(const Attention *a, const Unit *unit, const struct Partial *p) {
+    for (int64_t row = 0; row < unit->tokens * a->heads; row++) {
+        int64_t to = unit->first_row * a->heads + row;
+        float total = p->total[row];
+        char *out = (char *)a->out + to * a->rank * ITEM[a->dtype];
+        if (total == 0)
+            memset(out, 0, a->rank * ITEM[a->dtype]);
+        else
+            store_row(out, p->acc + row * a->rank, a->rank, a->dtype, 1 / total);
+        a->lse[to] = total == 0 ? -INFINITY : p->peak[row] + logf(total);
+    }
+}
+
+static void clear_rows(const Attention *a, int64_t first, int64_t last) {
+    int64_t rows = (last - first) * a->heads;
+    memset((char *)a->out + first * a->heads * a->rank * ITEM[a->dtype], 0,
+           rows * a->rank * ITEM[a->dtype]);
+    for (int64_t row = 0; row < rows; row++) a->lse[first * a->heads + row] = -INFINITY;
+}
+
+/* Add partial `from` of the same unit to `into`. */
+static void add_partial(const Attention *a, const Unit *unit, struct Partial *into,
+                        const struct Partial *from) {
+    for (int64_t row = 0; row < unit->tokens * a->heads; row++) {
+        if (from->total[row] == 0) continue;
+        float peak = fmaxf(into->peak[row], from->peak[row]);
+        float mine = into->total[row] == 0 ? 0 : expf(into->peak[row] - peak);
+        float theirs = expf(from->peak[row] - peak);
+        float *acc = into->acc + row * a->rank;
+        const float *other = from->acc + row * a->rank;
+        if (mine == 0)
+            for (int64_t i = 0; i < a->rank; i++) acc[i] = other[i] * theirs;
+        else
+            for (int64_t i = 0; i < a->rank; i++) acc[i] = acc[i] * mine + other[i] * theirs;
+        into->total[row] = into->total[row] * mine + from->total[row] * theirs;
+        into->peak[row] = peak;
+    }
+}
+
+/* Both kinds of partial attention. The rows times keys of all units are cut into one equal
+ * share for each thread, so a unit may be shared by several; their partials are then merged.
+ * Returns 0, or 1 + the sequence whose block table leads outside the cache. */
+int64_t anabranch_attention(const Attention *a) {
+    int64_t work = 0, rows = 0;
+    Unit unit = {0, 0, 0, 0, 0};
+    for (next_unit(a, &unit); unit.sequence < a->batch; next_unit(a, &unit)) {
+        work += unit.tokens * unit.keys;
+        rows = unit.first_row + unit.tokens;
+    }
+    if (a->table)
+        for (int64_t b = 0; b < a->batch; b++)
+            for (int64_t i = 0; i * a->block_size < a->key_lens[b]; i++) {
+                int32_t block = a->table[b * a->table_row + i];
+                if (i >= a->table_row || block < 0 || block >= a->num_blocks) return 1 + b;
+            }
+    Scratch scratch[a->threads];
+    int team = 1;
+#pragma omp parallel num_threads(a->threads)
+    {
+        int me = omp_get_thread_num(), of = omp_get_num_threads();
+#pragma omp master
+        team = of;
+        Scratch s = scratch_of(a, me);
+        int64_t begin = work * me / of, end = work * (me + 1) / of, done = 0, index = 0;
+        int partials = 0;
+        Unit u = {0, 0, 0, 0, 0};
+        for (next_unit(a, &u); u.sequence < a->batch; next_unit(a, &u), index++) {
+            int64_t size = u.tokens * u.keys;
+            /* Shares are cut at whole keys, the same key for the two threads that meet there. */
+            int64_t first = begin <= done ? 0 : (begin - done) / u.tokens;
+            int64_t last = end >= done + size ? u.keys : (end - done) / u.tokens;
+            if (!a->table) { /* the bits of current attention must not depend on the threads */
+                first = 0;
+                last = begin <= done && done < end ? u.keys : 0;
+            }
+            if (u.keys == 0 && me == 0) clear_rows(a, u.first_row, u.first_row + u.tokens);
+            if (done < end && done + size > begin && first < last) {
+                struct Partial *p = &s.partial[partials];
+                attend(a, &u, first, last, &s, p);
+                if (first == 0 && last == u.keys) {
+                    finish(a, &u, p);
+                } else {
+                    p->unit = index;
+                    partials++;
+                }
+            }
+            done += size;
+        }
+        scratch[me] = s;
+    }
+    clear_rows(a, rows, a->tokens);
+    int64_t index = 0;
+    Unit u = {0, 0, 0, 0, 0};
+    for (next_unit(a, &u); u.sequence < a->batch; next_unit(a, &u), index++) {
+        struct Partial *into = NULL;
+        for (int thread = 0; thread < team; thread++)
+            for (int i = 0; i < 2; i++) {
+                struct Partial *p = &scratch[thread].partial[i];
+                if (p->unit != index) continue;
+                if (into)
+                    add_partial(a, &u, into, p);
+                else
+                    into = p;
+            }
+        if (into) finish(a, &u, into);
+    }
+    return 0;
+}
+
+/* ---- pack, merge, cache ------------------------------------------------------------------ */
+
+/* out [T, N*H, D], lse [T, N*H] to packed [N, T, H, D + c]: the LSE's bits in the last columns. */
+void anabranch_pack(const char *out, const float *lse, char *packed, int64_t ranks,
+                    int64_t tokens, int64_t heads, int64_t row_bytes) {
+    for (int64_t n = 0; n < ranks; n++)
+        for (int64_t t = 0; t < tokens; t++)
+            for (int64_t h = 0; h < heads; h++) {
+                int64_t from = (t * ranks + n) * heads + h;
+                memcpy(packed, out + from * row_bytes, row_bytes);
+                memcpy(packed + row_bytes, lse + from, 4);
+                packed += row_bytes + 4;
+            }
+}
+
+/* Rows of kv_c and k_pe to their slots; a negative slot is another rank's. Same dtype throughout,
+ * strides in bytes. Returns 0, or 1 + the row whose slot lies outside the cache. */
+int64_t anabranch_store(const char *kv_c, int64_t kv_c_row, const char *k_pe, int64_t k_pe_row,
+                        const int64_t *slots, int64_t tokens, int64_t num_blocks,
+                        int64_t block_size, char *latent, int64_t latent_block,
+                        int64_t latent_entry, int64_t latent_bytes, char *rope,
+                        int64_t rope_block, int64_t rope_entry, int64_t rope_bytes) {
+    for (int64_t t = 0; t < tokens; t++)
+        if (slots[t] >= num_blocks * block_size) return 1 + t;
+    for (int64_t t = 0; t < tokens; t++) {
+        if (slots[t] < 0) continue;
+        int64_t block = slots[t] / block_size, entry = slots[t] % block_size;
+        memcpy(latent + block * latent_block + entry * latent_entry, kv_c + t * kv_c_row,
+               latent_bytes);
+        memcpy(rope + block * rope_block + entry * rope_entry, k_pe + t * k_pe_row, rope_bytes);
+    }
+    return 0;
+}
+
+/* Merge `parts` partials of T*H rows. Row r of partial n is at outs[n] + r * row[n] elements of
+ * dtype[n], its LSE at lses[n] + r * lse_row[n] bytes. */
+void anabranch_merge(const char **outs, const int64_t *row, const int32_t *dtypes,
+                     const char **lses, const int64_t *lse_row, int64_t parts, int64_t rows,
+                     int64_t width, char *out, int32_t dtype, float *lse, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows * width * parts > 65536)
+    for (int64_t r = 0; r < rows; r++) {
+        float weights[parts], peak = -INFINITY, total = 0, acc[width], values[width];
+        for (int64_t n = 0; n < parts; n++) {
+            float log;
+            memcpy(&log, lses[n] + r * lse_row[n], 4);
+            weights[n] = isfinite(log) ? log : -INFINITY;
+            peak = weights[n] > peak ? weights[n] : peak;
+        }
+        for (int64_t n = 0; n < parts; n++) {
+            weights[n] = weights[n] > -INFINITY ? expf(weights[n] - peak) : 0;
+            total += weights[n];
+        }
+        memset(acc, 0, width * 4);
+        for (int64_t n = 0; n < parts; n++) {
+            float weight = total > 0 ? weights[n] / total : 0;
+            if (weight == 0) continue; /* whatever the payload holds, it is not read */
+            load_row(values, at(outs[n], r * row[n], dtypes[n]), width, dtypes[n], 1);
+            for (int64_t i = 0; i < width; i++) acc[i] += weight * values[i];
+        }
+        store_row(out + r * width * ITEM[dtype], acc, width, dtype, 1);
+        lse[r] = total > 0 ? peak + logf(total) : -INFINITY;
+    }
+}
+
+/* ---- V-up -------------------------------------------------------------------------------- */
+
+enum { V_UP_TILE = 256, V_UP_FEW = 4 };
+
+int64_t anabranch_v_up_bytes(int64_t rank, int64_t width, int64_t threads) {
+    return 4 * threads * (V_UP_TILE * (rank + width) + rank * width);
+}
+
+/* x [T, H, L] times w [H, L, V] to out [T, H, V], one head at a time. Each head's rows and weights
+ * pass through scratch, so the bits depend on neither strides nor threads. */
+void anabranch_v_up(const void *x, int64_t x_token, int64_t x_head, const void *w,
+                    int64_t w_head, int64_t w_row, char *out, int64_t out_token,
+                    int64_t out_head, int64_t tokens, int64_t heads, int64_t rank,
+                    int64_t width, int32_t dtype, int64_t threads, float *workspace,
+                    sgemm_fn sgemm) {
+    int64_t share = V_UP_TILE * (rank + width) + rank * width;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t h = 0; h < heads; h++) {
+        float *weights = workspace + omp_get_thread_num() * share;
+        float *rows = weights + rank * width, *result = rows + V_UP_TILE * rank;
+        if (tokens > V_UP_FEW)
+            for (int64_t k = 0; k < rank; k++)
+                load_row(weights + k * width, at(w, h * w_head + k * w_row, dtype), width, dtype,
+                         1);
+        for (int64_t first = 0; first < tokens; first += V_UP_TILE) {
+            int count = (int)(tokens - first < V_UP_TILE ? tokens - first : V_UP_TILE);
+            for (int64_t i = 0; i < count; i++)
+                load_row(rows + i * rank, at(x, (first + i) * x_token + h * x_head, dtype), rank,
+                         dtype, 1);
+            if (tokens > V_UP_FEW) {
+                int l = (int)rank, v = (int)width;
+                float one = 1, zero = 0;
+                sgemm("N", "N", &v, &count, &l, &one, weights, &v, rows, &l, &zero, result, &v);
+            } else { /* few rows: each weight is read once, from where it is */
+                memset(result, 0, count * width * 4);
+                for (int64_t k = 0; k < rank; k++) {
+                    load_row(weights, at(w, h * w_head + k * w_row, dtype), width, dtype, 1);
+                    for (int64_t i = 0; i < count; i++) {
+                        float factor = rows[i * rank + k], *to = result + i * width;
+                        for (int64_t j = 0; j < width; j++) to[j] += factor * weights[j];
+                    }
+                }
+            }
+            for (int64_t i = 0; i < count; i++)
+                store_row(out + ((first + i) * out_token + h * out_head) * ITEM[dtype],
+                          result + i * width, width, dtype, 1);
+        }
+    }
+}
