@@ -82,15 +82,14 @@ def run(
     """Call `job(rank, *args)` on `world_size` ranks; return what the first one returned.
 
     Started by a launcher, this process is one of the ranks, and None is returned on the others.
-    Otherwise the ranks are processes of this machine with `cores // world_size` threads each.
+    Otherwise the ranks are new processes of this machine, `cores // world_size` threads each;
+    this process must not have computed anything with PyTorch before.
     `report` is called here with all that the first rank's job passes to `rank.report`.
 
     Raises BadInput as the job did, RankFailure when a rank failed. None outlives the call.
     """
     if joined_world_size() is not None:
         return _join(job, args, report)
-    if world_size == 1:
-        return _call(job, Rank(0, 1, None, report), args)
     with tempfile.TemporaryDirectory(prefix="anabranch-") as folder:
         return _start(world_size, str(Path(folder) / "store"), job, args, report)
 
@@ -139,8 +138,8 @@ def _unheard(_: Any) -> None:
 def _start(
     world_size: int, store: str, job: Callable[..., Any], args: tuple[Any, ...], report: Report
 ) -> Any:
-    # A fork shares what this process has imported, which takes longer than many a job. This
-    # process computes nothing, so no thread of PyTorch's is lost in it.
+    # A fork shares what this process has imported, which takes longer than many a job. It would
+    # lose threads of PyTorch's, so this process must compute nothing: a single rank is forked too.
     if sys.platform == "linux":
         context = multiprocessing.get_context("fork")
     else:
@@ -250,12 +249,15 @@ def _serve(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_starter, daemon=True).start()
     torch.set_num_threads(threads_per_rank(world_size))
+    group = None
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=index, world_size=world_size
-        )
+        if world_size > 1:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=index, world_size=world_size
+            )
+            group = dist.group.WORLD
         report = sender.send if index == 0 else _unheard
-        result = _call(job, Rank(index, world_size, dist.group.WORLD, report), args)
+        result = _call(job, Rank(index, world_size, group, report), args)
         outcome = _Outcome(result=result if index == 0 else None)
     except BadInput as error:
         outcome = _Outcome(refusal=str(error))
@@ -265,7 +267,7 @@ def _serve(
         failure = _describe(index, world_size, error)
         outcome = _Outcome(failure=failure, at=time.monotonic())
     sender.send(outcome)
-    if outcome.failure is None and outcome.refusal is None:
+    if group is not None and outcome.failure is None and outcome.refusal is None:
         dist.destroy_process_group()
 
 

@@ -1,0 +1,206 @@
+"""`anabranch evaluate`: accuracy on a set of problems over a grid of configurations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
+from rich.table import Table
+
+from anabranch.cli.options import (
+    EMBEDDED,
+    DType,
+    JSONOption,
+    ModelOption,
+    check_model,
+    count_ranks,
+    world_size_of,
+)
+from anabranch.launch import BadInput, joined_world_size, run
+from anabranch.schedules import Schedule
+
+if TYPE_CHECKING:
+    from anabranch.evaluate import ProblemSet, Progress, Score
+
+T = TypeVar("T")
+
+DEFAULT_PROBLEMS = 100
+
+
+def evaluate(
+    model: ModelOption = EMBEDDED,
+    dcp: Annotated[
+        str | None,
+        typer.Option(metavar="N,...", help="Ranks. Default: 1, or all that torchrun started."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE,...", help="Of float32, bfloat16, float16.")
+    ] = DType.FLOAT32.value,
+    schedule: Annotated[
+        str, typer.Option(metavar="SCHEDULE,...", help="Of serial, comm_stream, overlap.")
+    ] = Schedule.OVERLAP.value,
+    problems: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"How many. Default: {DEFAULT_PROBLEMS}, or all of --data."),
+    ] = None,
+    context_tokens: Annotated[
+        int, typer.Option(min=1, help="Length of the embedded task's prompts.")
+    ] = 4000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the embedded task's problems.")] = 0,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSONL in GSM8K's format, instead of the embedded task."),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put each prompt into the chat template.")
+    ] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Problems decoded together.")] = 10,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the JSON of --json there too.")
+    ] = None,
+    as_json: JSONOption = False,
+) -> None:
+    """Score a checkpoint for each number of ranks, dtype and schedule.
+
+    The embedded task: find a key in a long ledger, then add or subtract. In GSM8K's format the
+    last number of the completion counts. The checkpoint is loaded once for each number of ranks
+    and dtype.
+
+    Examples:
+      anabranch evaluate --dcp 1,2,4 --dtype float32,bfloat16 --schedule serial,overlap
+      anabranch evaluate --dcp 2 --problems 10 --context-tokens 1000 --json
+      anabranch evaluate --model ~/DeepSeek-V2-Lite-Chat --chat --data gsm8k.jsonl --dcp 1,4
+    """
+    world_sizes = _world_sizes(dcp)
+    dtypes = _listed("--dtype", dtype, DType, [each.value for each in DType])
+    schedules = _listed("--schedule", schedule, Schedule, [each.value for each in Schedule])
+    if out is not None and not out.parent.is_dir():
+        raise BadInput(f"--out must be in an existing directory, got {out}")
+    path = check_model(model, world_sizes)
+    problem_set = _problem_set(data, problems, context_tokens, seed)
+
+    from anabranch.evaluate import Plan
+    from anabranch.evaluate import evaluate as job
+
+    plan = Plan(
+        path=path,
+        problems=problem_set,
+        dtypes=tuple(each.value for each in dtypes),
+        schedules=tuple(schedules),
+        batch_size=batch_size,
+        chat=chat,
+    )
+    scores: list[Score] = []
+    total = len(world_sizes) * len(dtypes) * len(schedules) * len(problem_set.problems)
+    bar = ProgressBar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not Console(stderr=True).is_terminal,
+    )
+    task = bar.add_task("starting", total=total)
+
+    for world_size in world_sizes:
+        ranks = count_ranks(world_size)
+
+        def show(news: Progress, ranks: str = ranks) -> None:
+            bar.start()  # by the first news, and not before: a fork must not find its thread
+            bar.update(task, description=f"{ranks}, {news.configuration}", advance=news.problems)
+
+        try:
+            part = run(world_size, job, plan, report=show)
+        finally:
+            bar.stop()
+        if part is None:  # another rank of the launcher's speaks
+            return
+        scores += part
+
+    document = json.dumps(
+        {
+            "model": model,
+            "data": None if data is None else str(data),
+            "problems": len(problem_set.problems),
+            "context_tokens": context_tokens if data is None else None,
+            "seed": seed if data is None else None,
+            "scores": [{**asdict(score), "accuracy": score.accuracy} for score in scores],
+        },
+        indent=2,
+        ensure_ascii=False,
+    )
+    if out is not None:
+        out.write_text(document + "\n", encoding="utf-8")
+    if as_json:
+        print(document)
+    else:
+        Console().print(_table(scores))
+
+
+def _table(scores: list[Score]) -> Table:
+    table = Table()
+    for name in ("ranks", "dtype", "schedule"):
+        table.add_column(name, justify="right" if name == "ranks" else "left")
+    for name in ("correct", "as in row 1", "prefill s", "tokens/s"):
+        table.add_column(name, justify="right")
+    for score in scores:
+        same = sum(
+            ours == first
+            for ours, first in zip(score.completions, scores[0].completions, strict=True)
+        )
+        speed = score.decode_tokens / score.decode_seconds if score.decode_seconds else 0.0
+        table.add_row(
+            str(score.world_size),
+            score.dtype,
+            score.schedule,
+            f"{score.correct}/{score.total}",
+            f"{same}/{score.total}",
+            f"{score.prefill_seconds:.1f}",
+            f"{speed:.1f}",
+        )
+    return table
+
+
+def _problem_set(
+    data: Path | None, problems: int | None, context_tokens: int, seed: int
+) -> ProblemSet:
+    from anabranch.evaluate import ledger_problems, word_problems
+
+    if data is None:
+        try:
+            return ledger_problems(problems or DEFAULT_PROBLEMS, context_tokens, seed)
+        except ValueError as error:
+            raise BadInput(f"--context-tokens {context_tokens}: {error}") from error
+    try:
+        return word_problems(data, problems)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--data {data}: {error}") from error
+
+
+def _world_sizes(dcp: str | None) -> list[int]:
+    if dcp is None:
+        return [world_size_of(None)]
+    sizes = _listed("--dcp", dcp, int, ["whole numbers from 1"])
+    if min(sizes) < 1:
+        raise BadInput(f"--dcp must be whole numbers from 1, separated by commas, got {dcp}")
+    if joined_world_size() is not None and len(sizes) > 1:
+        raise BadInput(f"--dcp must be a single number under a launcher, got {dcp}")
+    return [world_size_of(size) for size in sizes]
+
+
+def _listed(option: str, text: str, read: Callable[[str], T], allowed: list[str]) -> list[T]:
+    """The values in `text`, each once, in order."""
+    try:
+        return list(dict.fromkeys(read(word.strip()) for word in text.split(",")))
+    except ValueError as error:
+        raise BadInput(
+            f"{option} must be {', '.join(allowed)}, separated by commas, got {text}"
+        ) from error

@@ -1,0 +1,112 @@
+"""`anabranch info`: what this machine offers, and what it lacks."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from anabranch.attention import provider_for, reference
+from anabranch.cli.options import JSONOption
+from anabranch.launch import threads_per_rank
+
+DISTRIBUTIONS = ("anabranch", "torch", "transformers", "numpy")
+CPU_FLAGS = Path("/proc/cpuinfo")
+BF16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device. `attention` names the provider that serves it, if PyTorch knows it."""
+
+    kind: str
+    available: bool
+    attention: str | None
+    lacks: list[str]
+
+
+def info(as_json: JSONOption = False) -> None:
+    """Show devices, the providers that serve them, what each lacks, and versions.
+
+    Examples:
+      anabranch info
+      anabranch info --json
+    """
+    versions = {"python": platform.python_version()}
+    versions |= {name: version(name) for name in DISTRIBUTIONS}
+    devices = [
+        _device(kind, absent)
+        for kind, absent in (("cpu", _cpu_lacks), ("cuda", _cuda_lacks), ("npu", _npu_lacks))
+    ]
+    if as_json:
+        cores = threads_per_rank(1)
+        described = {"versions": versions, "platform": platform.platform(), "cores": cores}
+        print(json.dumps(described | {"devices": [asdict(each) for each in devices]}, indent=2))
+        return
+    console = Console()
+    console.print(
+        ", ".join(f"{name} {number}" for name, number in versions.items()), highlight=False
+    )
+    console.print(f"{platform.platform()}, {threads_per_rank(1)} cores", highlight=False)
+    table = Table()
+    for title in ("device", "available", "attention", "lacks"):
+        table.add_column(title)
+    for device in devices:
+        available = "yes" if device.available else "no"
+        table.add_row(
+            device.kind, available, device.attention or "none", "\n".join(device.lacks) or "nothing"
+        )
+    console.print(table)
+
+
+def _device(kind: str, lacks: Callable[[], tuple[bool, list[str]]]) -> Device:
+    available, absent = lacks()
+    try:
+        torch.device(kind)
+    except RuntimeError:  # a type that an extension of PyTorch brings
+        return Device(kind, available, None, absent)
+    provider = provider_for(kind)
+    if provider is reference:
+        absent.append("attention of its own: plain PyTorch serves it")
+    return Device(kind, available, getattr(provider, "__name__", "").rpartition(".")[2], absent)
+
+
+def _cpu_lacks() -> tuple[bool, list[str]]:
+    absent = []
+    if not dist.is_gloo_available():
+        absent.append("collectives: gloo is not in this build of torch")
+    if CPU_FLAGS.is_file() and not BF16_FLAGS & set(CPU_FLAGS.read_text().split()):
+        absent.append("BF16 matrix units: BF16 is computed by way of FP32")
+    return True, absent
+
+
+def _cuda_lacks() -> tuple[bool, list[str]]:
+    absent = []
+    if torch.version.cuda is None:
+        absent.append("CUDA: not in this build of torch")
+    elif not torch.cuda.is_available():
+        absent.append("a CUDA device or its driver")
+    if not dist.is_nccl_available():
+        absent.append("collectives: NCCL is not in this build of torch")
+    absent += [f"{name}: not installed" for name in ("triton", "flashinfer") if not _found(name)]
+    return torch.cuda.is_available(), absent
+
+
+def _npu_lacks() -> tuple[bool, list[str]]:
+    if not _found("torch_npu"):
+        return False, ["torch_npu: not installed"]
+    return True, []
+
+
+def _found(module: str) -> bool:
+    return module in sys.modules or find_spec(module) is not None
