@@ -10,6 +10,7 @@ from anabranch.decoder import DCPDecoder
 from anabranch.exchange import ExchangeError, exchange_partials, pack_partials, unpack_partials
 from anabranch.geometry import MLADims, ShardLayout
 from anabranch.merge import merge_partials
+from anabranch.mla import MLAAttention
 from anabranch.schedules import Schedule
 from anabranch.streams import StreamError
 from anabranch.vup import v_up
@@ -23,6 +24,7 @@ __all__ = [
     "DecodeBatch",
     "ExchangeError",
     "LatentCache",
+    "MLAAttention",
     "MLADims",
     "Schedule",
     "ShardLayout",

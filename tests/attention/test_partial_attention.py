@@ -240,3 +240,14 @@ def test_a_block_outside_the_cache_is_an_error_not_a_read(block: int) -> None:
             problem.queries[..., :rank], problem.queries[..., rank:], cache, batch,
             AttentionKind.HISTORY, problem.dims,
         )  # fmt: skip
+
+
+@PROVIDERS
+def test_a_query_that_is_not_a_number_is_not_hidden(provider: Provider) -> None:
+    problem = Problem([300], [2], dims(2))
+    problem.queries[1, 0, 3] = torch.nan
+    for out, lse in attend(problem, ShardLayout(), provider):
+        assert out[1, 0].isnan().all()
+        assert lse[1, 0].isnan()
+        assert out[0].isfinite().all()
+        assert out[1, 1].isfinite().all()

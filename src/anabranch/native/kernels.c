@@ -120,7 +120,7 @@ static void store_row(void *restrict dst, const float *restrict src, int64_t n, 
  * of the remainder (coefficients of Cephes' expf). Below -87.3, where the result would be
  * subnormal, it is 0. */
 static inline float exp_negative(float x) {
-    float clamped = x < -87.3f ? -87.3f : x;
+    float clamped = x > -87.3f ? x : -87.3f;
     float k = nearbyintf(clamped * 1.44269504088896341f);
     float r = clamped - k * 0.693359375f + k * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -131,7 +131,7 @@ static inline float exp_negative(float x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     float power = bits_to_float((uint32_t)((int32_t)k + 127) << 23);
-    return x < -87.3f ? 0.0f : p * power;
+    return x < -87.3f ? 0.0f : p * power + (x - x); /* the last term passes NaN on */
 }
 
 /* ---- attention --------------------------------------------------------------------------- */
@@ -288,17 +288,14 @@ static void soften(const Attention *a, const Unit *unit, int64_t first, int64_t 
         float peak = fresh ? -INFINITY : p->peak[row], higher = peak, sum = 0;
 #pragma omp simd reduction(max : higher)
         for (int64_t i = 0; i < seen; i++) higher = scores[i] > higher ? scores[i] : higher;
-        if (seen > 0 && higher > -INFINITY) {
+        if (seen > 0 && higher == -INFINITY) higher = NAN; /* no score is a number: say so */
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < seen; i++) {
-                scores[i] = exp_negative(scores[i] - higher);
-                sum += scores[i];
-            }
-        } else {
-            seen = 0;
+        for (int64_t i = 0; i < seen; i++) {
+            scores[i] = exp_negative(scores[i] - higher);
+            sum += scores[i];
         }
         memset(scores + seen, 0, (count - seen) * 4);
-        float decay = higher > -INFINITY ? expf(peak - higher) : 1;
+        float decay = higher == -INFINITY ? 1 : expf(peak - higher);
         if (!fresh && decay != 1)
             for (int64_t i = 0; i < a->rank; i++) acc[i] *= decay;
         p->total[row] = (fresh ? 0 : p->total[row] * decay) + sum;
