@@ -8,6 +8,9 @@ finds the right line.  The question names a key and a step, and the answer works
     teal fox 12
     ...
     ask amber crab + 5 : amber crab 37 + 5 = 42
+
+The prompt ends at the colon.  The rest is the completion: it copies the key, looks its number up,
+copies the step and works the result out.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ RECORD_TOKENS = 4
 """An adjective, a noun, a number and a newline."""
 QUESTION_TOKENS = 6
 """`ask`, a key, an operator, a step and a colon."""
+ANSWER_TOKENS = 8
+"""A key, its number, an operator, a step, `=`, the result and the end of the sequence."""
 
 
 @dataclass(frozen=True)
