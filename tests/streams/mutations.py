@@ -11,10 +11,10 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from programs import ScheduleFunction
+
 from anabranch import schedules
 from anabranch.schedules import RUN, Schedule
-
-from programs import ScheduleFunction
 
 MUTABLE = ("record_event", "wait_event", "record_stream")
 

@@ -6,13 +6,15 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from anabranch import DecodeBatch, LatentCache, MLADims, ShardLayout
-from anabranch.schedules import Schedule
-from anabranch.step import Buffers, DecodeStep, ProjectFirstStep, StepInputs
+from anabranch import DCPDecoder, DecodeBatch, LatentCache, MLADims, ShardLayout
+from anabranch.schedules import RUN, Schedule
+from anabranch.step import DecodeStep
 from anabranch.streams import StreamPair
 
 DIMS = MLADims(2, 8, 4, 8, 6, 0.3)
@@ -45,33 +47,31 @@ class Decode:
     project_first: bool = False
     seed: int = 0
 
-    def run(self, schedule: ScheduleFunction, streams: StreamPair) -> Iterator[torch.Tensor]:
-        """Yields the output of each step, then the cache."""
+    def run(
+        self, schedule: Schedule, instead: ScheduleFunction | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Yields the output of each step, then the cache; `instead` stands in for the schedule."""
         sequences = max(map(len, self.lens))
         cache = LatentCache(sequences * BLOCKS, BLOCK_SIZE, DIMS, self.dtype)
-        buffers = Buffers(torch.device("cpu"))
         draw = torch.Generator().manual_seed(self.seed)
-        kind = ProjectFirstStep if self.project_first else DecodeStep
-        outputs = []
         cache.latent.copy_(self._random(draw, *cache.latent.shape))
         cache.rope.copy_(self._random(draw, *cache.rope.shape))
-        for lens in self.lens:
-            step = kind(DIMS, self.group, self._inputs(draw, cache, lens), buffers)
-            schedule(step, streams)
-            outputs.append(step.output)
+        decoder = DCPDecoder(DIMS, self.group, None, schedule, project_first=self.project_first)
+        with patch.dict(RUN, {} if instead is None else {schedule: instead}):
+            outputs = [decoder.step(*self._inputs(draw, cache, lens)) for lens in self.lens]
         yield from outputs
         yield cache.latent
 
     def _inputs(
         self, draw: torch.Generator, cache: LatentCache, lens: tuple[tuple[int, int], ...]
-    ) -> StepInputs:
+    ) -> tuple[Any, ...]:
         tables = [list(range(b * BLOCKS, (b + 1) * BLOCKS)) for b in range(len(lens))]
         batch: DecodeBatch = ShardLayout().plan_batch(
             [past for past, _ in lens], [new for _, new in lens], tables, BLOCK_SIZE
         )
         tokens, heads = batch.num_tokens, DIMS.num_heads
         rank, rope = DIMS.kv_lora_rank, DIMS.qk_rope_head_dim
-        return StepInputs(
+        return (
             self._random(draw, tokens, heads, rank),
             self._random(draw, tokens, heads, rope),
             self._random(draw, tokens, rank),

@@ -13,13 +13,14 @@ Two kinds of onlooker: an `Observer` sees what runs, when and on which thread (t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 Operation = Callable[[], None]
+T = TypeVar("T")
 
 
 class StreamError(RuntimeError):
@@ -114,6 +115,15 @@ class Watcher(Protocol):
     def synchronize(self, stream: Stream) -> bool:
         """False: do not wait, for it would never end."""
 
+    def launch(
+        self,
+        name: str,
+        kernel: Callable[[], T],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> T:
+        """Runs `kernel` and returns what it returns."""
+
 
 _observer: Observer | None = None
 _watcher: Watcher | None = None
@@ -154,6 +164,24 @@ def watch(watcher: Watcher) -> Iterator[None]:
 def watcher() -> Watcher | None:
     """The current watcher, or None."""
     return _watcher
+
+
+def launch(
+    name: str,
+    kernel: Callable[[], T],
+    *,
+    reads: Sequence[torch.Tensor] = (),
+    writes: Sequence[torch.Tensor] = (),
+) -> T:
+    """Run a kernel that PyTorch's dispatcher does not see, such as one called through ctypes.
+
+    A watcher learns of its accesses only from `reads` and `writes` (views: a region of a buffer is
+    enough). `kernel` must hold addresses and no tensors, as a device's queue does: it may be
+    run again, and must not keep memory alive. Returns what `kernel` returns.
+    """
+    if _watcher is None:
+        return kernel()
+    return _watcher.launch(name, kernel, reads, writes)
 
 
 @contextmanager

@@ -50,9 +50,7 @@ def region(tensor: torch.Tensor) -> Region:
 
 
 @lru_cache(maxsize=8192)
-def _region(
-    offset: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
-) -> Region:
+def _region(offset: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Region:
     run = itemsize if prod(shape) else 0
     outer: list[tuple[int, int]] = []
     dims = [(stride * itemsize, size) for size, stride in zip(shape, strides, strict=True)]

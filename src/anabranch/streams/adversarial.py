@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +31,7 @@ from anabranch.streams.accesses import (
     accesses,
     allocates_only,
     is_view,
+    operator_name,
     returns_arguments,
     storage_of,
     tensors_in,
@@ -38,6 +39,7 @@ from anabranch.streams.accesses import (
 from anabranch.streams.cpu import inline_streams
 from anabranch.streams.order import Order, Task, user_line
 
+T = TypeVar("T")
 Program = Callable[[StreamPair], Iterable[torch.Tensor]]
 
 ALIGNMENT = 64
@@ -73,7 +75,7 @@ class _Foreign(_Block):
     """Memory that was there before the program: used where it is, and never released."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
         self.initial = self.bytes.clone()
 
 
@@ -88,8 +90,12 @@ class _Kernel:
 
     def run(self) -> None:
         result = self.func(*self.args, **self.kwargs)
+        for leaf in result if isinstance(result, tuple) else (result,):
+            if isinstance(leaf, torch.ScriptObject):  # the handle of a collective
+                torch.distributed.Work.unbox(leaf).wait()
         if self.outputs:
-            for output, value in zip(self.outputs, _new_results(result), strict=False):
+            values = [one for one in tensors_in(result) if storage_of(one) is not None]
+            for output, value in zip(self.outputs, values, strict=False):
                 if output.shape == value.shape:  # otherwise what it read was garbage already
                     output.copy_(value)
 
@@ -120,7 +126,8 @@ class Damage:
     error: float
 
     def __str__(self) -> str:
-        return f"result {self.result} is off by {self.error:g} in the order {' → '.join(self.order)}"
+        order = " → ".join(self.order)
+        return f"result {self.result} is off by {self.error:g} in the order {order}"
 
 
 class Trace:
@@ -198,7 +205,8 @@ class Trace:
                 for stream, index in self._ready(done):
                     place = streams.index(stream)
                     inside = state[place][1] + 1
-                    here = (done[stream] + 1, 0) if inside == steps[index] else (done[stream], inside)
+                    whole = inside == steps[index]
+                    here = (done[stream] + 1, 0) if whole else (done[stream], inside)
                     target = advance((*state[:place], here, *state[place + 1 :]))
                     after[target] = after.get(target, 0) + count
             ways = after
@@ -332,11 +340,11 @@ def record(program: Program) -> Trace:
     return Trace(recorder.work, recorder.blocks, shadows)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The host and the allocator of a simulated device."""
 
     def __init__(self, home: Stream) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.work: list[_Work] = []
         self.blocks: list[_Block] = []
         self._home = home
@@ -379,6 +387,18 @@ class _Recorder(TorchDispatchMode):
         self._order.caller_waits(stream)
         return True
 
+    def launch(
+        self,
+        name: str,
+        kernel: Callable[[], T],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> T:
+        for tensor in (*reads, *writes):
+            self._block(tensor)  # which takes down what it held before
+        self._now().kernels.append(_Kernel(kernel, (), {}, []))
+        return kernel()
+
     def _begin(self, stream: Hashable, name: str) -> _Work:
         self._caller = None
         work = _Work(self._order.task(stream, name, user_line()))
@@ -398,7 +418,8 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_view(func) and func._schema.name != "aten::lift_fresh":
+        lifted = operator_name(func) == "lift_fresh"  # data of the host comes to the device
+        if is_view(func) and not lifted:
             return func(*args, **kwargs)
         shadows = _map(self.shadow, args), {k: _map(self.shadow, v) for k, v in kwargs.items()}
         result = func(*args, **kwargs)
@@ -416,7 +437,6 @@ class _Recorder(TorchDispatchMode):
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
             storage = storage_of(tensor)
-            lifted = func._schema.name == "aten::lift_fresh"
             if storage is None or (storage._cdata in given and not lifted):
                 return tensor
             placed = self._place(tensor)
@@ -427,7 +447,7 @@ class _Recorder(TorchDispatchMode):
             return placed
 
         placed = _map(place, result)
-        if torch.Tag.nondeterministic_seeded in func.tags or func._schema.name.endswith("lift_fresh"):
+        if lifted or torch.Tag.nondeterministic_seeded in func.tags:
             self._now().kernels.extend(map(_upload, outputs, values))
         elif not allocates_only(func):
             self._now().kernels.append(_Kernel(func, *shadows, outputs))
@@ -488,10 +508,6 @@ class _Recorder(TorchDispatchMode):
 def _upload(target: torch.Tensor, content: torch.Tensor) -> _Kernel:
     """What cannot be computed again (random numbers, data of the host) is copied again."""
     return _Kernel(target.copy_, (content.clone(),), {}, [])
-
-
-def _new_results(result: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_in(result) if storage_of(tensor) is not None]
 
 
 def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

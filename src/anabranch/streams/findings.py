@@ -28,16 +28,21 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True)
 class Site:
-    """An operation on a stream, and where: the line at fault and the line that gave the work."""
+    """An operation on a stream, and where: the line at fault and the line that gave the work.
+
+    `operator` is what the operation was doing with the memory at that line.
+    """
 
     operation: str
     stream: str
     line: Line
     given: Line | None = None
+    operator: str | None = None
 
     def __str__(self) -> str:
         given = "" if self.given in (None, self.line) else f", given at {self.given}"
-        return f"`{self.operation}` on {self.stream} ({self.line}{given})"
+        operator = "" if self.operator is None else f"{self.operator} in "
+        return f"{operator}`{self.operation}` on {self.stream} ({self.line}{given})"
 
 
 @dataclass(frozen=True)

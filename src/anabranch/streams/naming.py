@@ -18,7 +18,8 @@ MOST_OBJECTS = 3000  # looked at before the search for a name is given up
 def name_of(tensor: torch.Tensor, owner: object | None) -> str | None:
     """The shortest path to `tensor`'s memory from `owner` or the caller's local variables.
 
-    None when there is no such path. `owner` is the object whose method is running, or a function that closes over tensors.
+    None when there is no such path. `owner` is the object whose method is running, or a
+    function that closes over tensors.
     """
     storage = storage_of(tensor)
     assert storage is not None

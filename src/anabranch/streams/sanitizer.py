@@ -19,10 +19,10 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,6 +47,8 @@ from anabranch.streams.findings import Fault, Finding, Site, StreamFaults
 from anabranch.streams.naming import name_of
 from anabranch.streams.order import Line, Order, Task, user_line
 from anabranch.streams.waits import EarlyWaits
+
+T = TypeVar("T")
 
 CALLER = "caller's code"
 UNNAMED = "memory without a name"
@@ -111,10 +113,9 @@ class Sanitizer:
             task = self._order.task(stream, operation.__name__, user_line())
             owner = getattr(operation, "__self__", operation)
             # Weakly: a watched step must not keep memory that would be gone without the watching.
-            try:
+            # A method of a built-in type allows no such reference: its tensors go without a name.
+            with suppress(TypeError):
                 self._owners[task] = weakref.ref(owner)
-            except TypeError:  # a method of a built-in type: its tensors go without a name
-                pass
 
         @functools.wraps(operation)
         def watched() -> None:
@@ -160,6 +161,22 @@ class Sanitizer:
                 return False
             self._order.caller_waits(stream)
             return True
+
+    def launch(
+        self,
+        name: str,
+        kernel: Callable[[], T],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> T:
+        with self._lock:
+            self.operators += 1
+            task, line = self._task(), user_line()
+            for tensor in reads:
+                self._touch(Access(tensor, True, False), task, name, line)
+            for tensor in writes:
+                self._touch(Access(tensor, False, True), task, name, line)
+        return kernel()
 
     def synchronize_event(self, event: Event) -> None:
         """The caller waits for `event`, in PyTorch's own `Event.synchronize`."""
@@ -273,7 +290,7 @@ class Sanitizer:
             fault = Fault.EARLY_READ
         else:
             fault = Fault.DATA_RACE
-        sites = _site(first.task, first.line), _site(second.task, second.line)
+        sites = _site_of(first), _site_of(second)
         if self._is_new(fault, *sites):
             shape = tuple(access.tensor.shape)
             name = self._name(access.tensor, use.task, earlier.task)
@@ -288,18 +305,14 @@ class Sanitizer:
                 return name
         return UNNAMED
 
-    def _order_collectives(
-        self, func: Any, args: tuple[Any, ...], task: Task, line: Line
-    ) -> None:
+    def _order_collectives(self, func: Any, args: tuple[Any, ...], task: Task, line: Line) -> None:
         """Two unordered collectives of one group may run in another order on another rank."""
         names = [argument.name for argument in func._schema.arguments]
         group = torch.distributed.ProcessGroup.unbox(args[names.index("process_group")])
         use = _Use(task, operator_name(func), line, Region(0, 0, ()), True, True)
         for (other, stream), earlier in self._collectives.items():
             if other is group and stream != task.stream and not task.after(earlier.task):
-                self._report(
-                    Fault.DEADLOCK, _site(earlier.task, earlier.line), _site(task, line)
-                )
+                self._report(Fault.DEADLOCK, _site_of(earlier), _site_of(use))
         self._collectives[group, task.stream] = use
 
     # Lifetimes.
@@ -342,8 +355,8 @@ class Sanitizer:
                 for use in unsafe:
                     self._report(
                         Fault.USE_AFTER_RELEASE,
-                        _site(use.task, use.line),
-                        _site(task, line),
+                        _site_of(use),
+                        _site(task, line, "allocation"),
                         memory.name,
                         memory.shape,
                     )
@@ -380,11 +393,11 @@ class Sanitizer:
             self.findings.append(Finding(fault, first, second, tensor, shape))
 
 
-class _Probe(TorchDispatchMode):
+class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows a sanitizer the operators of one thread."""
 
     def __init__(self, sanitizer: Sanitizer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sanitizer = sanitizer
 
     def __torch_dispatch__(
@@ -399,8 +412,12 @@ class _Probe(TorchDispatchMode):
         return result
 
 
-def _site(task: Task, line: Line) -> Site:
-    return Site(task.name, _name(task.stream), line, task.line)
+def _site(task: Task, line: Line, operator: str | None = None) -> Site:
+    return Site(task.name, _name(task.stream), line, task.line, operator)
+
+
+def _site_of(use: _Use) -> Site:
+    return _site(use.task, use.line, use.operator)
 
 
 def _name(stream: Hashable) -> str:
