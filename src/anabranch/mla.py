@@ -151,9 +151,7 @@ def head_rows(linear: nn.Linear, layout: ShardLayout) -> nn.Linear:
     Raises ValueError when the rows do not divide by the world size.
     """
     rows = _share("rows", linear.out_features, layout)
-    part = nn.Linear(
-        linear.in_features, rows, bias=linear.bias is not None, device="meta", dtype=torch.float32
-    )
+    part = nn.Linear(linear.in_features, rows, bias=linear.bias is not None, device="meta")
     begin = layout.rank * rows
     # Copies, so that the whole weight can be freed.
     part.weight = _frozen(linear.weight[begin : begin + rows])

@@ -103,6 +103,19 @@ def test_stop_strings_are_cut(engine):
             assert len(result.token_ids) == 12
 
 
+def test_stop_strings_count_only_in_what_is_generated(engine):
+    prompt = PROMPTS[0]
+    [plain] = engine.generate([prompt], max_new_tokens=30)
+    across = text([prompt[-1], plain.token_ids[0]])
+    assert across not in plain.text
+    assert engine.generate([prompt], max_new_tokens=30, stop=[across]) == [plain]
+    # A late match, far from the first token and from the prompt.
+    end = plain.text[20:24]
+    [late] = engine.generate([prompt], max_new_tokens=30, stop=[end])
+    assert late.text == plain.text[: plain.text.index(end)]
+    assert late.token_ids == plain.token_ids[: plain.text.index(end) + 4]
+
+
 class Collector(BaseStreamer):
     def __init__(self):
         self.chunks, self.ended = [], False

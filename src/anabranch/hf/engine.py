@@ -22,6 +22,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
 )
 
 from anabranch.cache import LatentCache
@@ -84,6 +86,37 @@ class _Lockstep(LogitsProcessor):
             scores = scores.contiguous()
             dist.broadcast(scores, group_src=0, group=self._group)
         return scores
+
+
+class _StopStrings(StoppingCriteria):
+    """Ends a sequence whose generated text contains one of the strings, and notes its length.
+
+    Transformers' own criterion also matches a string that begins in the prompt.
+    """
+
+    SLACK = 8
+    """Tokens decoded besides the last: a tokenizer treats the first of a text specially."""
+
+    def __init__(
+        self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase, columns: int, size: int
+    ) -> None:
+        self._strings, self._tokenizer, self._columns = strings, tokenizer, columns
+        # A token has at least one byte, so no match reaches further back than its own bytes.
+        self._window = self.SLACK + max((len(string.encode()) for string in strings), default=0)
+        self.lengths: list[int | None] = [None] * size
+        """Generated tokens of each sequence that has ended by a string."""
+
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        begin = max(self._columns, input_ids.shape[1] - self._window)
+        for row, tokens in enumerate(input_ids[:, begin:].tolist()):
+            if self.lengths[row] is None:
+                text = _decode(self._tokenizer, tokens)
+                if any(string in text for string in self._strings):
+                    self.lengths[row] = input_ids.shape[1] - self._columns
+        ended = [length is not None for length in self.lengths]
+        return torch.tensor(ended, device=input_ids.device)
 
 
 class Engine:
@@ -225,8 +258,8 @@ class Engine:
 
         - `temperature` 0: greedy. Otherwise sampled with `top_p`, `top_k` (0: no limit), `seed`;
           all ranks draw the same tokens, and the caller's random state is left alone.
-        - `stop`: strings, and `stop_token_ids`: tokens that end a sequence, besides the
-          checkpoint's own end tokens.
+        - `stop`: strings that end a sequence when its generated text contains them, and
+          `stop_token_ids`: tokens that do, besides the checkpoint's own end tokens.
         - `chat`: each prompt is a user's message, put into the tokenizer's chat template.
         - `prefill_chunk`: columns of the batch per prefill step; bounds memory.
         - `streamer`: a Transformers streamer, for a single prompt; give it on one rank only.
@@ -261,11 +294,11 @@ class Engine:
             num_beams=1,
             eos_token_id=ends or None,
             pad_token_id=self._pad_token(),
-            stop_strings=list(stop) or None,
             prefill_chunk_size=prefill_chunk,
             use_cache=True,
         )
         lockstep = _Lockstep(self._converted.decoder.group)
+        strings = _StopStrings(stop, self.tokenizer, input_ids.shape[1], len(ids))
         devices = [] if self.model.device.type == "cpu" else [self.model.device]
         begin = time.perf_counter()
         with torch.random.fork_rng(devices):
@@ -277,14 +310,15 @@ class Engine:
                 generation_config=config,
                 cache=cache,
                 logits_processor=LogitsProcessorList([lockstep]),
-                tokenizer=self.tokenizer,
+                stopping_criteria=StoppingCriteriaList([strings] if stop else []),
                 streamer=streamer,
             )
         end = time.perf_counter()
 
+        rows = sequences[:, input_ids.shape[1] :].tolist()
         generations = [
-            self._finish(len(prompt), tokens, set(ends), stop, max_new_tokens)
-            for prompt, tokens in zip(ids, sequences[:, input_ids.shape[1] :].tolist(), strict=True)
+            self._finish(len(prompt), tokens, set(ends), stop, length)
+            for prompt, tokens, length in zip(ids, rows, strings.lengths, strict=True)
         ]
         first = end if lockstep.first_token_at is None else lockstep.first_token_at
         self.stats = GenerationStats(
@@ -421,29 +455,28 @@ class Engine:
         tokens: list[int],
         ends: set[int],
         stop: Sequence[str],
-        max_new_tokens: int,
+        length: int | None,
     ) -> Generation:
-        """Cut what the batch went on to generate after this sequence had ended."""
+        """Cut what the batch went on to generate after this sequence had ended.
+
+        `length` counts its tokens up to the end of a stop string, None: there was none.
+        """
         reason: Literal["stop", "length"] = "length"
+        if length is not None:
+            tokens, reason = tokens[:length], "stop"
         for count, token in enumerate(tokens, start=1):
             if token in ends:
                 tokens, reason = tokens[:count], "stop"
                 break
-        text = self._text(tokens)
-        cut = min((at for at in map(text.find, stop) if at >= 0), default=None)
-        if cut is not None:
-            reason = "stop"
-            for count in range(1, len(tokens) + 1):
-                if any(string in self._text(tokens[:count]) for string in stop):
-                    tokens = tokens[:count]
-                    break
-            text = text[:cut]
-        return Generation(prompt_tokens, tokens, text, reason)
+        text = _decode(self.tokenizer, tokens)
+        cut = min((at for at in map(text.find, stop) if at >= 0), default=len(text))
+        return Generation(prompt_tokens, tokens, text[:cut], reason)
 
-    def _text(self, tokens: list[int]) -> str:
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
+
+def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
