@@ -10,6 +10,7 @@ import torch
 
 from anabranch import native
 from anabranch.geometry import MLADims, ShardLayout
+from anabranch.streams import launch
 
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
@@ -94,17 +95,21 @@ class LatentCache:
     ) -> None:
         """One pass over the rows, allocating nothing."""
         size = self.latent.itemsize
-        arguments = []
+        arguments = [
+            kv_c.data_ptr(), kv_c.stride(0) * size, k_pe.data_ptr(), k_pe.stride(0) * size,
+            slot_mapping.data_ptr(), slot_mapping.shape[0], self.num_blocks, self.block_size,
+        ]  # fmt: skip
         for pages in (self.latent, self.rope):
             arguments += [
                 pages.data_ptr(), pages.stride(0) * size, pages.stride(1) * size,
                 pages.shape[2] * size,
             ]  # fmt: skip
-        lost = library.kernels.anabranch_store(
-            kv_c.data_ptr(), kv_c.stride(0) * size, k_pe.data_ptr(), k_pe.stride(0) * size,
-            slot_mapping.data_ptr(), slot_mapping.shape[0], self.num_blocks, self.block_size,
-            *arguments,
-        )  # fmt: skip
+        lost = launch(
+            "anabranch_store",
+            lambda: library.kernels.anabranch_store(*arguments),
+            reads=(kv_c, k_pe, slot_mapping),
+            writes=(self.latent, self.rope),
+        )
         if lost:
             raise ValueError(
                 f"slot_mapping must be below {self.num_blocks * self.block_size}, "

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch import native
+from anabranch.streams import launch
 
 # The older name, of PyTorch before 2.13, is deprecated there.
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -57,10 +58,16 @@ def pack_partials(
         packed = out.new_empty(world_size, tokens, own, width + columns)
     library = native.library() if out.device.type == "cpu" else None
     if library is not None and out.is_contiguous() and lse.is_contiguous():
-        library.kernels.anabranch_pack(
+        arguments = (
             out.data_ptr(), lse.data_ptr(), packed.data_ptr(), world_size, tokens, own,
             width * out.itemsize,
         )  # fmt: skip
+        launch(
+            "anabranch_pack",
+            lambda: library.kernels.anabranch_pack(*arguments),
+            reads=(out, lse),
+            writes=(packed,),
+        )
         return packed
     packed[..., :width] = out.view(tokens, world_size, own, width).transpose(0, 1)
     bits = lse.contiguous().view(tokens, heads, 1).view(out.dtype)

@@ -12,6 +12,7 @@ from ctypes import c_int32, c_int64, c_void_p
 import torch
 
 from anabranch import native
+from anabranch.streams import launch
 
 
 def merge_partials(
@@ -68,7 +69,7 @@ def _merge_native(
     rows = [(_even_rows(payload), _even_rows(log)) for payload, log in partials]
     count = len(rows)
     pointers, strides, dtypes = c_void_p * count, c_int64 * count, c_int32 * count
-    library.kernels.anabranch_merge(
+    arguments = (
         pointers(*(payload.data_ptr() for payload, _ in rows)),
         strides(*(payload.stride(1) for payload, _ in rows)),
         dtypes(*(native.DTYPES[payload.dtype] for payload, _ in rows)),
@@ -77,6 +78,12 @@ def _merge_native(
         count, lse.numel(), out.shape[-1], out.data_ptr(), native.DTYPES[out.dtype],
         lse.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
+    launch(
+        "anabranch_merge",
+        lambda: library.kernels.anabranch_merge(*arguments),
+        reads=[tensor for row in rows for tensor in row],
+        writes=(out, lse),
+    )
 
 
 def _even_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from anabranch import native
+from anabranch.streams import launch
 
 
 def v_up(
@@ -86,11 +87,17 @@ def _product(
             workspace = torch.empty(needed, dtype=torch.uint8)
         elif workspace.numel() < needed:
             raise ValueError(f"workspace must hold {needed} bytes, got {workspace.numel()}")
-        library.kernels.anabranch_v_up(
+        arguments = (
             x.data_ptr(), x.stride(1), x.stride(0), w.data_ptr(), w.stride(0), w.stride(1),
             out.data_ptr(), out.stride(1), out.stride(0), tokens, heads, rank, width,
             native.DTYPES[x.dtype], threads, workspace.data_ptr(), library.sgemm,
         )  # fmt: skip
+        launch(
+            "anabranch_v_up",
+            lambda: library.kernels.anabranch_v_up(*arguments),
+            reads=(x, w),
+            writes=(out, workspace),
+        )
     else:  # one head at a time bounds the copies, and each product has the same strides
         exact = x.dtype if x.dtype == torch.float64 else torch.float32
         for x_head, w_head, out_head in zip(x, w, out, strict=True):

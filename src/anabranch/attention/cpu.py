@@ -21,6 +21,7 @@ from anabranch import native
 from anabranch.attention import cpu_fallback
 from anabranch.cache import DecodeBatch, LatentCache
 from anabranch.geometry import MLADims
+from anabranch.streams import launch
 
 KEY_TILE = 512  # keys per product
 ROW_TILE = 512  # query rows per product, or all heads of a token if they are more
@@ -128,7 +129,12 @@ def _attend(
         threads=threads, workspace=workspace.data_ptr(), sgemm=library.sgemm,
         bf16gemm=library.bf16gemm if bf16 else 0, **layout,
     )  # fmt: skip
-    lost = library.kernels.anabranch_attention(ctypes.byref(task))
+    lost = launch(
+        "anabranch_attention",
+        lambda: library.kernels.anabranch_attention(ctypes.byref(task)),
+        reads=(q_nope, q_pe, latent, rope, batch.block_table, batch.seq_lens, batch.query_lens),
+        writes=(out, lse, workspace),
+    )
     return lost - 1 if lost else None
 
 
