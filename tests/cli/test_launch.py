@@ -8,33 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from processes import TIMEOUT, TORCHRUN, finish, start
 
 JOBS = str(Path(__file__).with_name("jobs.py"))
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-TIMEOUT = 120
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(*arguments: str) -> tuple[int, str, str]:
-    process = start(*arguments)
-    out, err = process.communicate(timeout=TIMEOUT)
-    return process.returncode, out, err
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -48,7 +28,7 @@ def test_the_first_rank_speaks_for_all(world_size):
 
 
 def test_joins_a_launcher():
-    status, out, _ = finish(*TORCHRUN, "2", JOBS, "total", "2")
+    status, out, _ = finish(*TORCHRUN, JOBS, "total", "2")
     assert status == 0
     assert out == "report of rank 0\n(3.0, 1, 'shared by rank 0')\n"
 
@@ -59,7 +39,7 @@ def test_a_refusal_is_told_once(world_size):
 
 
 def test_a_refusal_under_a_launcher():
-    status, _, err = finish(*TORCHRUN, "2", JOBS, "refuse", "2")
+    status, _, err = finish(*TORCHRUN, JOBS, "refuse", "2")
     assert status == 1  # the launcher's own; each rank's is 2
     assert "the number must be odd, got 2" in err
     assert "exitcode  : 2" in err
@@ -82,7 +62,7 @@ def test_a_failure_names_the_rank_that_caused_it(job, world_size, message):
 
 
 def test_a_failure_under_a_launcher():
-    status, _, err = finish(*TORCHRUN, "2", JOBS, "fail_on_last", "2")
+    status, _, err = finish(*TORCHRUN, JOBS, "fail_on_last", "2")
     assert status == 1
     assert "rank 1 of 2 failed: KeyError: 'deliberate" in err
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,11 +15,17 @@ from rich.table import Table
 
 from anabranch.cli.options import (
     EMBEDDED,
+    ChatOption,
     DType,
     JSONOption,
     ModelOption,
+    Reader,
     check_model,
     count_ranks,
+    names,
+    one_of,
+    option,
+    whole,
     world_size_of,
 )
 from anabranch.launch import BadInput, joined_world_size, run
@@ -29,8 +34,6 @@ from anabranch.schedules import Schedule
 if TYPE_CHECKING:
     from anabranch.evaluate import ProblemSet, Progress, Score
 
-T = TypeVar("T")
-
 DEFAULT_PROBLEMS = 100
 
 
@@ -38,30 +41,28 @@ def evaluate(
     model: ModelOption = EMBEDDED,
     dcp: Annotated[
         str | None,
-        typer.Option(metavar="N,...", help="Ranks. Default: 1, or all that torchrun started."),
+        typer.Option(metavar="N,...", help="Ranks. Default: 1, or all that torchrun made."),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE,...", help="Of float32, bfloat16, float16.")
+        str, typer.Option(metavar="DTYPE,...", help=f"Of {names(DType, ', ')}.")
     ] = DType.FLOAT32.value,
     schedule: Annotated[
-        str, typer.Option(metavar="SCHEDULE,...", help="Of serial, comm_stream, overlap.")
+        str, typer.Option(metavar="SCHEDULE,...", help=f"Of {names(Schedule, ', ')}.")
     ] = Schedule.OVERLAP.value,
     problems: Annotated[
         int | None,
-        typer.Option(min=1, help=f"How many. Default: {DEFAULT_PROBLEMS}, or all of --data."),
+        option(whole(1), "N", f"How many. Default: {DEFAULT_PROBLEMS}, or all of --data."),
     ] = None,
     context_tokens: Annotated[
-        int, typer.Option(min=1, help="Length of the embedded task's prompts.")
+        int, option(whole(1), "N", "Length of the embedded task's prompts.")
     ] = 4000,
-    seed: Annotated[int, typer.Option(min=0, help="Of the embedded task's problems.")] = 0,
+    seed: Annotated[int, option(whole(0), "N", "Of the embedded task's problems.")] = 0,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSONL in GSM8K's format, instead of the embedded task."),
+        typer.Option(metavar="FILE", help="JSONL in GSM8K's format, not the embedded task."),
     ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put each prompt into the chat template.")
-    ] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Problems decoded together.")] = 10,
+    chat: ChatOption = False,
+    batch_size: Annotated[int, option(whole(1), "N", "Problems decoded together.")] = 10,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the JSON of --json there too.")
     ] = None,
@@ -69,18 +70,17 @@ def evaluate(
 ) -> None:
     """Score a checkpoint for each number of ranks, dtype and schedule.
 
-    The embedded task: find a key in a long ledger, then add or subtract. In GSM8K's format the
-    last number of the completion counts. The checkpoint is loaded once for each number of ranks
-    and dtype.
+    The embedded task: find a key in a long ledger, then add or subtract.
+    In GSM8K's format the last number of the completion counts.
 
     Examples:
-      anabranch evaluate --dcp 1,2,4 --dtype float32,bfloat16 --schedule serial,overlap
+      anabranch evaluate --dcp 1,2,4 --schedule serial,overlap
       anabranch evaluate --dcp 2 --problems 10 --context-tokens 1000 --json
-      anabranch evaluate --model ~/DeepSeek-V2-Lite-Chat --chat --data gsm8k.jsonl --dcp 1,4
+      anabranch evaluate --model ~/DeepSeek-V2-Lite --data gsm8k.jsonl --dcp 1,4
     """
     world_sizes = _world_sizes(dcp)
-    dtypes = _listed("--dtype", dtype, DType, [each.value for each in DType])
-    schedules = _listed("--schedule", schedule, Schedule, [each.value for each in Schedule])
+    dtypes = _listed("--dtype", dtype, one_of(DType))
+    schedules = _listed("--schedule", schedule, one_of(Schedule))
     if out is not None and not out.parent.is_dir():
         raise BadInput(f"--out must be in an existing directory, got {out}")
     path = check_model(model, world_sizes)
@@ -188,19 +188,15 @@ def _problem_set(
 def _world_sizes(dcp: str | None) -> list[int]:
     if dcp is None:
         return [world_size_of(None)]
-    sizes = _listed("--dcp", dcp, int, ["whole numbers from 1"])
-    if min(sizes) < 1:
-        raise BadInput(f"--dcp must be whole numbers from 1, separated by commas, got {dcp}")
+    sizes = _listed("--dcp", dcp, whole(1))
     if joined_world_size() is not None and len(sizes) > 1:
         raise BadInput(f"--dcp must be a single number under a launcher, got {dcp}")
     return [world_size_of(size) for size in sizes]
 
 
-def _listed(option: str, text: str, read: Callable[[str], T], allowed: list[str]) -> list[T]:
-    """The values in `text`, each once, in order."""
+def _listed(name: str, text: str, read: Reader) -> list[Any]:
+    """The values in `text`, which commas separate, each once, in order."""
     try:
         return list(dict.fromkeys(read(word.strip()) for word in text.split(",")))
     except ValueError as error:
-        raise BadInput(
-            f"{option} must be {', '.join(allowed)}, separated by commas, got {text}"
-        ) from error
+        raise BadInput(f"each {name} {error}") from None

@@ -15,11 +15,17 @@ from rich.console import Console
 
 from anabranch.cli.options import (
     EMBEDDED,
+    ChatOption,
     DType,
     JSONOption,
     ModelOption,
     check_model,
     count_ranks,
+    decimal,
+    names,
+    one_of,
+    option,
+    whole,
     world_size_of,
 )
 from anabranch.geometry import ShardLayout
@@ -55,48 +61,54 @@ def generate(
     model: ModelOption = EMBEDDED,
     dcp: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Ranks that share the cache. Default: 1, or all that torchrun started."
-        ),
+        option(whole(1), "N", "Ranks that share the cache. Default: 1, or all that torchrun made."),
     ] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="May be repeated: a batch.")
+        list[str] | None, typer.Option(metavar="TEXT", help="Repeatable: a batch.")
     ] = None,
     prompt_file: Annotated[
         list[str] | None,
         typer.Option(metavar="FILE|-", help="One prompt in each file; - is standard input."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest continuation.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Above 0; 1 is no limit.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0 is no limit.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    max_new_tokens: Annotated[int, option(whole(1), "N", "Longest continuation.")] = 64,
+    temperature: Annotated[
+        float, option(decimal("a number of at least 0", lambda x: x >= 0), "T", "0 is greedy.")
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        option(decimal("above 0 and at most 1", lambda x: 0 < x <= 1), "P", "1 is no limit."),
+    ] = 1.0,
+    top_k: Annotated[int, option(whole(0), "K", "0 is no limit.")] = 0,
+    seed: Annotated[int, option(whole(0), "N", "Of the sampling.")] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Ends a continuation. Repeatable.")
     ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put each prompt into the chat template.")
-    ] = False,
+    chat: ChatOption = False,
     schedule: Annotated[
-        Schedule, typer.Option(help="Of the decode steps; prefill is always serial.")
+        Schedule,
+        option(
+            one_of(Schedule),
+            names(Schedule, "|"),
+            "Of the decode steps; prefill is always serial.",
+        ),
     ] = Schedule.OVERLAP,
     dtype: Annotated[
-        DType, typer.Option(help="Of weights, cache and computation.")
+        DType, option(one_of(DType), names(DType, "|"), "Of weights, cache and computation.")
     ] = DType.FLOAT32,
     project_first: Annotated[
         bool,
         typer.Option("--project-first", help="Project to V before the exchange: fewer bytes."),
     ] = False,
     interleave: Annotated[
-        int, typer.Option(min=1, help="Tokens dealt to a rank in a row; divides the block.")
+        int, option(whole(1), "N", "Tokens dealt to a rank in a row; divides the block.")
     ] = 1,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block of the cache.")] = 16,
+    block_size: Annotated[int, option(whole(1), "N", "Tokens per block of the cache.")] = 16,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Capacity of the cache, all ranks. Default: what is needed."),
+        option(whole(1), "N", "Capacity of the cache, all ranks. Default: what is needed."),
     ] = None,
     prefill_chunk: Annotated[
-        int, typer.Option(min=1, help="Tokens per step of the prefill; bounds memory.")
+        int, option(whole(1), "N", "Tokens per step of the prefill; bounds memory.")
     ] = 512,
     as_json: JSONOption = False,
 ) -> None:
@@ -112,8 +124,6 @@ def generate(
       torchrun --nproc-per-node 2 -m anabranch generate --prompt-file FILE
     """
     world_size = world_size_of(dcp)
-    if top_p == 0:
-        raise BadInput("--top-p must be above 0 and at most 1, got 0")
     try:
         ShardLayout(world_size, 0, interleave).check_block_size(block_size)
     except ValueError as error:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from anabranch import native
 from anabranch.attention import provider_for, reference
 from anabranch.cli.options import JSONOption
 from anabranch.launch import threads_per_rank
@@ -83,6 +84,8 @@ def _device(kind: str, lacks: Callable[[], tuple[bool, list[str]]]) -> Device:
 
 def _cpu_lacks() -> tuple[bool, list[str]]:
     absent = []
+    if native.missing():
+        absent.append(f"compiled kernels: {native.missing()}; PyTorch's serve, more slowly")
     if not dist.is_gloo_available():
         absent.append("collectives: gloo is not in this build of torch")
     if CPU_FLAGS.is_file() and not BF16_FLAGS & set(CPU_FLAGS.read_text().split()):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from anabranch.launch import BadInput, joined_world_size
 
 EMBEDDED = "embedded"
+
+Choice = TypeVar("Choice", bound=enum.Enum)
+Reader = Callable[[Any], Any]
 
 
 class DType(enum.Enum):
@@ -29,9 +33,69 @@ ModelOption = Annotated[
         help="Directory of a Transformers checkpoint with MLA, or the small one in the package.",
     ),
 ]
+ChatOption = Annotated[bool, typer.Option("--chat", help="Put each prompt into the chat template.")]
 JSONOption = Annotated[
     bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")
 ]
+
+
+def whole(least: int) -> Reader:
+    """Reads a whole number of at least `least`."""
+
+    def read(text: str | int) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise ValueError(f"must be a whole number of at least {least}, got {text}")
+        return number
+
+    return read
+
+
+def decimal(allowed: str, holds: Callable[[float], bool]) -> Reader:
+    """Reads a number for which `holds`, which `allowed` says in words."""
+
+    def read(text: str | float) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = float("nan")
+        if not holds(number):
+            raise ValueError(f"must be {allowed}, got {text}")
+        return number
+
+    return read
+
+
+def one_of(choices: type[Choice]) -> Reader:
+    """Reads the value of a member of `choices`."""
+
+    def read(text: str | Choice) -> Choice:
+        try:
+            return choices(text)
+        except ValueError:
+            raise ValueError(f"must be {names(choices, ' or ')}, got {text}") from None
+
+    return read
+
+
+def names(choices: type[enum.Enum], separator: str) -> str:
+    """The values of all members, in one text."""
+    return separator.join(str(each.value) for each in choices)
+
+
+def option(read: Reader, metavar: str, description: str) -> Any:
+    """An option that `read` makes a value of, or says with a ValueError what is allowed."""
+
+    def parse(text: Any) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return typer.Option(parser=parse, metavar=metavar, help=description)
 
 
 def world_size_of(dcp: int | None) -> int:
