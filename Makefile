@@ -7,6 +7,7 @@ INSTALLED := .venv/installed
 
 demo: $(INSTALLED)
 	$(BIN)/anabranch generate --model embedded --dcp 2 --prompt-file examples/ledger.txt
+	$(BIN)/anabranch evaluate --model embedded --dcp 1,2 --problems 10
 
 test: $(INSTALLED)
 	$(BIN)/ruff check .
