@@ -154,16 +154,20 @@ class Progress:
 def evaluate(rank: Rank, plan: Plan) -> list[Score]:
     """The job of every rank: one load for each dtype, the schedules switched in place."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    return [score for dtype in plan.dtypes for score in _scores(rank, plan, dtype)]
+
+
+def _scores(rank: Rank, plan: Plan, dtype: str) -> list[Score]:
+    """Every schedule with one dtype; the weights are gone when this returns."""
+    rank.report(Progress(0, f"{dtype}, loading"))
+    try:
+        engine = Engine.load(plan.path, group=rank.group, dtype=getattr(torch, dtype))
+    except ValueError as error:
+        raise BadInput(str(error)) from error
     scores = []
-    for dtype in plan.dtypes:
-        rank.report(Progress(0, f"{dtype}, loading"))
-        try:
-            engine = Engine.load(plan.path, group=rank.group, dtype=getattr(torch, dtype))
-        except ValueError as error:
-            raise BadInput(str(error)) from error
-        for schedule in plan.schedules:
-            engine.schedule = schedule
-            scores.append(_score(rank, plan, engine, dtype))
+    for schedule in plan.schedules:
+        engine.schedule = schedule
+        scores.append(_score(rank, plan, engine, dtype))
     return scores
 
 
