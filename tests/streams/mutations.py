@@ -33,6 +33,7 @@ class Mutant:
     schedule: Schedule
     statement: str
     after: str | None
+    order: tuple[str, ...]  # the statements as they stand now
     run: ScheduleFunction
 
     def __str__(self) -> str:
@@ -93,6 +94,7 @@ def _mutant(
         schedule,
         _text(statement),
         None if after is None else _text(after),
+        tuple(map(_text, body)),
         namespace[definition.name],
     )
 

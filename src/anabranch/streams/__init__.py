@@ -37,6 +37,8 @@ class Stream(ABC):
     """An ordered queue of operations on a device."""
 
     name: str
+    handoff_flops: int = 0
+    """Work that takes as long as giving an operation to this stream and joining it again."""
 
     def run(self, operation: Operation) -> None:
         """Queue an operation. Its name in traces and errors is its `__name__`."""

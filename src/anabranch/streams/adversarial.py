@@ -19,6 +19,7 @@ import ctypes
 import random
 import time
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -150,6 +151,31 @@ class Trace:
     def kernels(self, task: int) -> int:
         """How many operators a task ran."""
         return len(self._work[task].kernels)
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Equal for traces that run the same operators on the same memory in the same orders."""
+        numbers = {block.bytes.data_ptr(): number for number, block in enumerate(self._blocks)}
+        starts = sorted(numbers)
+
+        def place(tensor: torch.Tensor) -> tuple[object, ...]:
+            if not tensor.numel():
+                return ()
+            start = starts[bisect_right(starts, tensor.data_ptr()) - 1]
+            return numbers[start], tensor.data_ptr() - start, tensor.shape, tensor.stride()
+
+        return tuple(
+            (
+                one.task.name,
+                getattr(one.task.stream, "name", None),
+                tuple(sorted((str(key), n) for key, n in one.task.clock.items())),
+                tuple(
+                    (str(kernel.func), *map(place, tensors_in((kernel.args, kernel.outputs))))
+                    for kernel in one.kernels
+                    if isinstance(kernel.func, torch._ops.OpOverload)
+                ),
+            )
+            for one in self._work
+        )
 
     def unordered_pairs(self) -> list[tuple[int, int]]:
         """Tasks that nothing orders, each pair in the order given."""

@@ -85,6 +85,8 @@ class CallerStream(Stream):
 class WorkerStream(Stream):
     """A worker thread with a queue."""
 
+    handoff_flops = 2_000_000  # some 40 microseconds of one core, see benchmarks/step.py
+
     def __init__(self, name: str = "side") -> None:
         self.name = name
         self._queue: SimpleQueue[Operation] = SimpleQueue()
