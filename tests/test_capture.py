@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from anabranch import CapturedStep, DCPDecoder, LatentCache, MLADims, Schedule, ShardLayout
 from anabranch.step import StepInputs
-from problem import Problem, dims
+from problem import FORMS, Problem, dims, kernels
 from ranks import Ranks, rank_group
 
 MOST = 12
@@ -42,8 +42,13 @@ def into(cache: LatentCache, other: LatentCache) -> LatentCache:
     return cache
 
 
-def replay_on_rank(problems: list[Problem], schedule: Schedule) -> list[bool]:
+def replay_on_rank(problems: list[Problem], schedule: Schedule, form: str) -> list[bool]:
     """Replay every problem on one captured step; is each replay equal to an eager step?"""
+    with kernels(form):
+        return replays(problems, schedule)
+
+
+def replays(problems: list[Problem], schedule: Schedule) -> list[bool]:
     rank, size = dist.get_rank(), dist.get_world_size()
     sizes = problems[0].dims
     local = MLADims(
@@ -81,13 +86,14 @@ def runs(draw: st.DrawFn) -> list[Problem]:
     return problems
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("schedule", list(Schedule))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(size=st.sampled_from([1, 2]), problems=runs())
 def test_a_replay_equals_a_fresh_eager_step_bit_for_bit(
-    ranks: type[Ranks], schedule: Schedule, size: int, problems: list[Problem]
+    ranks: type[Ranks], schedule: Schedule, form: str, size: int, problems: list[Problem]
 ) -> None:
-    for equal in ranks(size).run(replay_on_rank, problems, schedule):
+    for equal in ranks(size).run(replay_on_rank, problems, schedule, form):
         assert equal == [True] * len(problems)
 
 

@@ -147,6 +147,30 @@ def test_serial_uses_one_stream() -> None:
     assert len(run.on("main")) == 7
 
 
+def ran_overlapped_on_rank(tokens: int) -> bool:
+    """Whether a decoder left to choose uses the side stream for a step of `tokens` tokens."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    problem = Problem([40], [tokens], dims(32 * size, 64, 8, 16))
+    cache, batch = problem.shard(ShardLayout(size, rank))
+    queries, current = problem.queries[:, :32], problem.current_keys
+    recorder = Recorder()
+    decoder = DCPDecoder(dims(32, 64, 8, 16), rank_group(), schedule=None)
+    with streams.observe(recorder):
+        decoder.step(
+            queries[..., :64], queries[..., 64:], current[:, :64], current[:, 64:],
+            cache, batch, problem.w_uv[:32],
+        )  # fmt: skip
+    return "current_attention" in recorder.on("side")
+
+
+def test_a_decoder_left_to_choose_overlaps_only_what_outlasts_the_hand_off(
+    ranks: type[Ranks],
+) -> None:
+    assert ranks(2).run(ran_overlapped_on_rank, 1) == [False, False]
+    assert ranks(2).run(ran_overlapped_on_rank, 64) == [True, True]
+    assert ranks(1).run(ran_overlapped_on_rank, 64) == [False]
+
+
 @contextmanager
 def decoder_inputs() -> Iterator[tuple[DCPDecoder, dict[str, object]]]:
     problem = Problem([40], [2], dims(2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -159,9 +158,11 @@ class DecodeBatch:
         """T: rows of the step, padding included."""
         return self.slot_mapping.shape[0]
 
-    @cached_property
     def host_lens(self) -> list[tuple[int, int]]:
-        """`(history length, query length)` of each sequence as Python ints, read once."""
+        """`(history length, query length)` of each sequence as Python ints.
+
+        Read anew each time: a captured step changes the tensors in place.
+        """
         return list(zip(self.seq_lens.tolist(), self.query_lens.tolist(), strict=True))
 
 

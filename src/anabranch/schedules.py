@@ -78,6 +78,17 @@ def overlap(step: DecodeStep, streams: StreamPair) -> None:
     main.run(step.store)
 
 
+def choose(step: DecodeStep, streams: StreamPair) -> Schedule:
+    """OVERLAP where current attention outlasts its hand-off to the side stream, else SERIAL.
+
+    Without a group there is no exchange to overlap with. Ranks may choose differently: under
+    both schedules the collectives run on the main stream, in the same order.
+    """
+    handoff = streams.side.handoff_flops
+    pays = handoff == 0 or step.current_flops() >= handoff  # the work is counted on the host
+    return Schedule.OVERLAP if step.group is not None and pays else Schedule.SERIAL
+
+
 RUN: dict[Schedule, Callable[[DecodeStep, StreamPair], None]] = {
     Schedule.SERIAL: serial,
     Schedule.COMM_STREAM: comm_stream,

@@ -116,6 +116,12 @@ class DecodeStep:
         """What the exchange of converted partials writes."""
         return (self._wire(torch.float32)[1],)
 
+    def current_flops(self) -> int:
+        """Work of current attention: two products for each pair of a token and one it sees."""
+        pairs = sum(new * (new + 1) // 2 for _, new in self.inputs.batch.host_lens())
+        dims = self.dims
+        return 2 * pairs * self.own_heads * (dims.latent_width + dims.kv_lora_rank)
+
     def gather_queries(self) -> None:
         """All-gather the absorbed queries over the group, along the heads."""
         rank = self.dims.kv_lora_rank

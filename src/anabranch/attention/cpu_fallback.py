@@ -33,7 +33,7 @@ def history(
     scratch = _Scratch(q_nope, q_pe, workspace)
     rank, size = q_nope.shape[2], cache.block_size
     first = 0
-    for b, (length, queries) in enumerate(batch.host_lens):
+    for b, (length, queries) in enumerate(batch.host_lens()):
         table = batch.block_table[b]
 
         def load(start: int, stop: int, tile: torch.Tensor, table: torch.Tensor = table) -> None:
@@ -63,7 +63,7 @@ def current(
     scratch = _Scratch(q_nope, q_pe, workspace)
     rank = q_nope.shape[2]
     first = 0
-    for _, queries in batch.host_lens:
+    for _, queries in batch.host_lens():
 
         def load(start: int, stop: int, tile: torch.Tensor, first: int = first) -> None:
             tile[:, :rank] = kv_c[first + start : first + stop]

@@ -22,7 +22,7 @@ def history(
     workspace: torch.Tensor | None,
 ) -> None:
     first = 0
-    for b, (length, queries) in enumerate(batch.host_lens):
+    for b, (length, queries) in enumerate(batch.host_lens()):
         rows = slice(first, first := first + queries)
         position = torch.arange(length, device=q_nope.device)
         block = batch.block_table[b].long()[position // cache.block_size]
@@ -47,7 +47,7 @@ def current(
     workspace: torch.Tensor | None,
 ) -> None:
     first = 0
-    for _, queries in batch.host_lens:
+    for _, queries in batch.host_lens():
         for row in range(first, first + queries):
             one = slice(row, row + 1)
             seen = slice(first, row + 1)

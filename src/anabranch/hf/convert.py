@@ -113,7 +113,7 @@ def convert(
     architecture: Architecture,
     layout: ShardLayout,
     group: dist.ProcessGroup | None,
-    schedule: Schedule,
+    schedule: Schedule | None,
     *,
     project_first: bool,
 ) -> Converted:

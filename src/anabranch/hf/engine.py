@@ -155,7 +155,7 @@ class Engine:
         group: dist.ProcessGroup | None = None,
         layout: ShardLayout | None = None,
         dtype: torch.dtype = torch.float32,
-        schedule: Schedule = Schedule.OVERLAP,
+        schedule: Schedule | None = Schedule.OVERLAP,
         project_first: bool = False,
         block_size: int = 16,
         max_tokens: int | None = None,
@@ -230,12 +230,15 @@ class Engine:
         return self.model.config
 
     @property
-    def schedule(self) -> Schedule:
-        """Schedule of the decode steps; may be set between calls. Prefill is always serial."""
+    def schedule(self) -> Schedule | None:
+        """Schedule of the decode steps; may be set between calls. Prefill is always serial.
+
+        None: for each step the one that pays.
+        """
         return self._converted.decoder.schedule
 
     @schedule.setter
-    def schedule(self, schedule: Schedule) -> None:
+    def schedule(self, schedule: Schedule | None) -> None:
         self._converted.decoder.schedule = schedule
 
     @torch.no_grad()
