@@ -27,7 +27,13 @@ from measure import (
     rotated,
     slope,
 )
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    logging,
+)
 
 from anabranch import Schedule
 from anabranch.embedded import embedded_path
@@ -43,7 +49,8 @@ def main(quick: QuickOption = False, out: OutOption = OUT) -> None:
     """Measure seconds per token while decoding, over the context."""
     report = Report("generate", quick)
     contexts = [128, 512] if quick else [512, 1024, 2048, 4096, 8192]
-    new_tokens, rounds = (17, 3) if quick else (65, 7)
+    new_tokens, rounds = (9, 2) if quick else (65, 7)
+    logging.disable_progress_bar()
     torch.set_grad_enabled(False)
     contenders = load(max(contexts) + new_tokens, new_tokens)
     for context in contexts:
