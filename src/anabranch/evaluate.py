@@ -166,17 +166,17 @@ def _scores(rank: Rank, plan: Plan, dtype: str) -> list[Score]:
         raise BadInput(str(error)) from error
     scores = []
     for schedule in plan.schedules:
-        engine.schedule = schedule
-        scores.append(_score(rank, plan, engine, dtype))
+        scores.append(_score(rank, plan, engine, dtype, schedule))
     return scores
 
 
-def _score(rank: Rank, plan: Plan, engine: Engine, dtype: str) -> Score:
+def _score(rank: Rank, plan: Plan, engine: Engine, dtype: str, schedule: Schedule) -> Score:
+    engine.schedule = schedule
     problems = plan.problems.problems
     completions: list[str] = []
     prefill_seconds = decode_seconds = 0.0
     decode_tokens = 0
-    configuration = f"{dtype}, {engine.schedule.value}"
+    configuration = f"{dtype}, {schedule.value}"
     rank.report(Progress(0, configuration))
     for begin in range(0, len(problems), plan.batch_size):
         batch = problems[begin : begin + plan.batch_size]
@@ -202,7 +202,7 @@ def _score(rank: Rank, plan: Plan, engine: Engine, dtype: str) -> Score:
     return Score(
         world_size=rank.world_size,
         dtype=dtype,
-        schedule=engine.schedule.value,
+        schedule=schedule.value,
         correct=correct,
         total=len(problems),
         prefill_seconds=prefill_seconds,
