@@ -1,6 +1,6 @@
 """The table of mutants in docs/sanitizer.md: computed, never written by hand.
 
-    python tests/streams/mutation_table.py      rewrites it in the document
+python tests/streams/mutation_table.py      rewrites it in the document
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from programs import Decode, random_decode
-from ranks import Ranks, rank_group
 
 from anabranch import Schedule
 from anabranch.streams import observe, streams_for
@@ -17,6 +16,7 @@ from anabranch.streams.check import check_schedules, check_target, lone_group
 from anabranch.streams.cpu import cpu_streams
 from anabranch.streams.findings import Fault
 from anabranch.streams.sanitizer import sanitize
+from ranks import Ranks, rank_group
 
 BATCHES = 1000
 ONE_STEP = (((5, 2), (3, 1)),)

@@ -28,6 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch.streams import Event, Operation, Stream, StreamPair, provide, watch
+from anabranch.streams.accelerator import AcceleratorStream
 from anabranch.streams.accesses import (
     Access,
     Region,
@@ -88,7 +89,8 @@ class Sanitizer:
     def __init__(self, home: Callable[[], Stream]) -> None:
         self.findings: list[Finding] = []
         self.operators = 0  # how many were watched
-        self._home = home
+        self._home = home  # the stream that the caller's own code counts for, now
+        self._main = home()  # the one that others are joined to
         self._order = Order()
         self._early_waits = EarlyWaits()
         self._memory: dict[int, _Memory] = {}
@@ -229,7 +231,7 @@ class Sanitizer:
         with self._lock:
             self.operators += 1
             if func._schema.name == "aten::record_stream":
-                self.record_stream(args[1], (args[0],))
+                self.record_stream(AcceleratorStream(args[1], "stream"), (args[0],))
                 return
             touched = accesses(func, args, kwargs)
             if not touched:
@@ -286,7 +288,7 @@ class Sanitizer:
         )
         if not (first.writes and second.reads) or rewritten:
             fault = Fault.WORKSPACE_RACE
-        elif second.task.stream == self._home():
+        elif second.task.stream == self._main:
             fault = Fault.EARLY_READ
         else:
             fault = Fault.DATA_RACE
