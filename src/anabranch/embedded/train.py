@@ -11,6 +11,20 @@ A training sequence is a ledger, some of its records repeated in another order, 
 questions with their answers.  The loss counts the values of the repeated records and all the tokens
 of the answers.  Matrices are optimised by Muon, all else by AdamW, and the experts are balanced by
 the correction bias of the router, without a loss.
+
+The checkpoint that ships is the one of seed 0: 545,536 parameters in FP32, trained in 31 minutes
+on one shared CPU core.  Right answers to fresh problems, by greedy generation:
+
+=======  =========  =========  =========
+context  FP32       BF16       FP16
+=======  =========  =========  =========
+   1000  100 / 100    20 / 20    20 / 20
+   4000  100 / 100  100 / 100    80 / 80
+   8000    31 / 40    14 / 20          -
+=======  =========  =========  =========
+
+Training sees ledgers of up to 4800 tokens; 8000 is beyond, and there it is the lookup that fails.
+The row of 4000 in FP16, that of 8000, and the 20s ask 20 questions of each ledger.
 """
 
 from __future__ import annotations
