@@ -57,16 +57,18 @@ def verdict(mutant: Mutant) -> Verdict:
 _explored: dict[tuple[object, ...], Damage | None] = {}
 
 
+REASONS = {
+    "a": "The decoder owns the results, and the step holds the inputs until the join was given, so "
+    "no memory is released before it.",
+    "b": "The statement did not pass the work that its event orders: the edge is the same.",
+}
+
+
 def harmless_because(mutant: Mutant) -> str | None:
-    """Why a mutant changes nothing that matters; None for one that does."""
+    """Key of the reason why a mutant does no damage; None for one that does."""
     if "record_stream" in mutant.statement:
-        return (
-            "the decoder owns the results and the step holds the inputs until the join was given, "
-            "so no memory can be released before it"
-        )
-    if mutant.after is not None and _keeps_the_edge(mutant):
-        return "nothing moved past the work that the event orders"
-    return None
+        return "a"
+    return "b" if mutant.after is not None and _keeps_the_edge(mutant) else None
 
 
 # A statement may stand anywhere between these two without moving its edge.
@@ -104,7 +106,7 @@ def table(verdicts: Mapping[str, Verdict]) -> str:
         for mutant in mutants(schedule):
             outcome = verdicts[str(mutant)]
             said = ", ".join(fault.value for fault in outcome.faults) or "no report"
-            hurt = "wrong numbers" if outcome.damage else f"none: {harmless_because(mutant)}"
+            hurt = "wrong numbers" if outcome.damage else f"none ({harmless_because(mutant)})"
             if mutant.after is None:
                 rows.append(
                     f"| {schedule.value} | `{mutant.statement}` | removed | {said} | {hurt} |"
@@ -114,7 +116,8 @@ def table(verdicts: Mapping[str, Verdict]) -> str:
         for (statement, said, hurt), count in moved.items():
             places = f"moved, {count} place{'s' if count > 1 else ''}"
             rows.append(f"| {schedule.value} | `{statement}` | {places} | {said} | {hurt} |")
-    return "\n".join(rows)
+    reasons = [f"({key}) {reason}" for key, reason in REASONS.items()]
+    return "\n".join([*rows, "", *reasons])
 
 
 def main() -> None:
