@@ -72,7 +72,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         "prompts and max_new_tokens need 65 tokens of cache, 3 blocks of 32; max_tokens 32 "
         "allows 1",
     ),
-    "no such option": (("generate", "--loud"), "No such option: --loud"),
+    "no such option": (("generate", "--xyzzy"), "No such option: --xyzzy"),
     "evaluate dcp": (
         ("evaluate", "--dcp", "1,x"),
         "each --dcp must be a whole number of at least 1, got x",
