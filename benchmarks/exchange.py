@@ -21,7 +21,7 @@ import torch.distributed as dist
 import typer
 from measure import OUT, OutOption, QuickOption, Report, interleave_by, lines_of, plot_lines
 from namespaces import missing, namespace_pair, sent_bytes
-from step import slowest
+from step import across
 
 from anabranch import exchange_partials, launch
 from anabranch.launch import Rank
@@ -101,7 +101,7 @@ def measure_setting(
     }
     result: dict[str, Any] = {"passed": {}}
     samples = interleave_by(contenders, rounds, lambda: dist.barrier(group=group))
-    result["seconds"] = slowest(rank, samples)
+    result["seconds"] = across(rank, samples, max)
     for name, run in contenders.items():
         with passed_bytes() as passed:
             run()

@@ -1,4 +1,4 @@
-"""The three schedules of a decode step on ranks of this machine.
+"""The three schedules of a decode step on ranks of this machine, and the one left to choose.
 
     python benchmarks/step.py
     python benchmarks/step.py --quick
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,18 +57,28 @@ class Setting:
 
 
 class OperationTimes:
-    """An observer of streams: how long each operation took, in the order they ran."""
+    """An observer of streams: how long each operation took, and the tail of each step.
+
+    The tail is what follows history attention on the main stream: all that schedules differ in.
+    """
 
     def __init__(self) -> None:
         self.samples: Samples = {}
-        self._begin = 0.0
+        self.tails: list[float] = []
+        self._begin: dict[str, float] = {}
+        self._history_end = 0.0
 
     def start(self, stream: str, kind: str, name: str) -> None:
-        self._begin = time.perf_counter()
+        self._begin[stream] = time.perf_counter()
 
     def finish(self, stream: str, kind: str, name: str) -> None:
+        now = time.perf_counter()
         if kind == "run":
-            self.samples.setdefault(name, []).append(time.perf_counter() - self._begin)
+            self.samples.setdefault(name, []).append(now - self._begin[stream])
+        if name == "history_attention":
+            self._history_end = now
+        elif name == "store":
+            self.tails.append(now - self._history_end)
 
 
 def main(quick: QuickOption = False, out: OutOption = OUT) -> None:
@@ -116,12 +127,13 @@ def add_case(
         section,
         setting,
         schedules,
-        [("serial", "overlap"), ("comm_stream", "overlap")],
+        [("serial", "overlap"), ("comm_stream", "overlap"), ("serial", "chosen")],
         {f"{name} ms": timed[name] * 1e3 for name in SHOWN},
     )
-    saved = [a - b for a, b in zip(schedules["serial"], schedules["overlap"], strict=True)]
+    tails = result["tails"]
+    saved = [a - b for a, b in zip(tails["serial"], tails["overlap"], strict=True)]
     hideable = min(timed["current_attention"], timed["exchange_history"])
-    case.figures["hideable / serial"] = hideable / case.seconds["serial"].median
+    case.figures["hideable / tail"] = hideable / Spread.of(tails["serial"]).median
     case.figures["hidden / hideable"] = Spread.of(saved).median / hideable
     best = min(case.ratios["serial / overlap"].median, case.ratios["comm_stream / overlap"].median)
     case.figures["best other / overlap"] = best
@@ -147,7 +159,7 @@ def claims(report: Report) -> None:
 def measure_on_rank(
     rank: Rank, settings: list[dict[str, Any]], rounds: int
 ) -> list[dict[str, Samples]]:
-    """Every rank takes part; a sample is the time of the slowest rank."""
+    """Every rank takes part; a sample is one number for all of them."""
     torch.set_num_threads(1)
     return [measure_setting(rank, Setting(**setting), rounds) for setting in settings]
 
@@ -155,36 +167,48 @@ def measure_on_rank(
 def measure_setting(rank: Rank, setting: Setting, rounds: int) -> dict[str, Samples]:
     """Samples of the schedules, and of the operations of the serial one, on all ranks."""
     decoder, inputs = prepare(rank, setting)
-    operations = OperationTimes()
+    observers = {Schedule.SERIAL: OperationTimes(), Schedule.OVERLAP: OperationTimes()}
 
-    def observed() -> None:
-        with observe(operations):
-            decoder.step(**inputs, schedule=Schedule.SERIAL)
+    def timed(schedule: Schedule | None) -> Callable[[], object]:
+        return lambda: decoder.step(**inputs, schedule=schedule)
 
-    contenders = {
-        schedule.value: lambda schedule=schedule: decoder.step(**inputs, schedule=schedule)
-        for schedule in Schedule
-    }
-    contenders["observed"] = observed
+    def observed(schedule: Schedule) -> Callable[[], None]:
+        def run() -> None:
+            with observe(observers[schedule]):
+                decoder.step(**inputs, schedule=schedule)
+
+        return run
+
+    contenders = {schedule.value: timed(schedule) for schedule in Schedule}
+    contenders["chosen"] = timed(None)
+    watched = {f"observed {schedule.value}": observed(schedule) for schedule in observers}
 
     def align() -> None:
         if rank.group is not None:
             dist.barrier(group=rank.group)
 
-    schedules = interleave_by(contenders, rounds, align)
-    del schedules["observed"]
-    timed = {name: values[-rounds:] for name, values in operations.samples.items()}
-    return {"schedules": slowest(rank, schedules), "operations": slowest(rank, timed)}
+    schedules = interleave_by(contenders | watched, rounds, align)
+    operations = {
+        name: values[-rounds:] for name, values in observers[Schedule.SERIAL].samples.items()
+    }
+    exchange = {"exchange_history": operations["exchange_history"]}
+    tails = {schedule.value: observers[schedule].tails[-rounds:] for schedule in observers}
+    # The rank that came last to the exchange waited for none: its time is that of the exchange.
+    return {
+        "schedules": across(rank, {name: schedules[name] for name in contenders}, max),
+        "operations": across(rank, operations, max) | across(rank, exchange, min),
+        "tails": across(rank, tails, min),
+    }
 
 
-def slowest(rank: Rank, samples: Samples) -> Samples:
-    """Each sample of the rank that took longest."""
+def across(rank: Rank, samples: Samples, choose: Callable[..., float]) -> Samples:
+    """Of each sample that of one rank: the largest with `max`, the smallest with `min`."""
     if rank.group is None:
         return samples
     every: list[Samples] = [{} for _ in range(rank.world_size)]
     dist.all_gather_object(every, samples, group=rank.group)
     return {
-        name: [max(values) for values in zip(*(each[name] for each in every), strict=True)]
+        name: [choose(values) for values in zip(*(each[name] for each in every), strict=True)]
         for name in samples
     }
 
@@ -211,7 +235,7 @@ def prepare(rank: Rank, setting: Setting) -> tuple[DCPDecoder, dict[str, Any]]:
         "batch": layout.plan_batch([setting.context], [tokens], [table], BLOCK),
         "w_uv": torch.randn(heads, RANK, V, dtype=dtype) / RANK**0.5,
     }
-    return DCPDecoder(dims, rank.group, layout), inputs
+    return DCPDecoder(dims, rank.group, layout, schedule=None), inputs
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmarks run, and write JSON of the structure that their readers rely on. No time counts."""
+"""The benchmarks run, and write JSON of the structure that readers rely on. No time counts."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ def test_ranks_deliver_a_sample_of_every_schedule_and_operation(tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(done.stdout)
-    assert result["schedules"].keys() == {"serial", "comm_stream", "overlap"}
+    assert result["schedules"].keys() == {"serial", "comm_stream", "overlap", "chosen"}
     assert {"history_attention", "current_attention", "exchange_history"} <= set(
         result["operations"]
     )
+    assert result["tails"].keys() == {"serial", "overlap"}
     assert all(len(values) == 2 for part in result.values() for values in part.values())
