@@ -148,13 +148,13 @@ def test_serial_uses_one_stream() -> None:
 
 
 def ran_overlapped_on_rank(tokens: int) -> bool:
-    """Whether a decoder left to choose uses the side stream for a step of `tokens` tokens."""
+    """Whether `auto` uses the side stream for a step of `tokens` tokens of one sequence."""
     size, rank = dist.get_world_size(), dist.get_rank()
     problem = Problem([40], [tokens], dims(32 * size, 64, 8, 16))
     cache, batch = problem.shard(ShardLayout(size, rank))
     queries, current = problem.queries[:, :32], problem.current_keys
     recorder = Recorder()
-    decoder = DCPDecoder(dims(32, 64, 8, 16), rank_group(), schedule=None)
+    decoder = DCPDecoder(dims(32, 64, 8, 16), rank_group(), schedule=Schedule.AUTO)
     with streams.observe(recorder):
         decoder.step(
             queries[..., :64], queries[..., 64:], current[:, :64], current[:, 64:],
@@ -163,7 +163,7 @@ def ran_overlapped_on_rank(tokens: int) -> bool:
     return "current_attention" in recorder.on("side")
 
 
-def test_a_decoder_left_to_choose_overlaps_only_what_outlasts_the_hand_off(
+def test_auto_overlaps_only_what_outlasts_the_hand_off(
     ranks: type[Ranks],
 ) -> None:
     assert ranks(2).run(ran_overlapped_on_rank, 1) == [False, False]

@@ -9,7 +9,7 @@ from anabranch.cache import DecodeBatch, LatentCache
 from anabranch.capture import CapturedStep
 from anabranch.exchange import gather_heads
 from anabranch.geometry import MLADims, ShardLayout
-from anabranch.schedules import RUN, Schedule, choose
+from anabranch.schedules import RUN, Schedule
 from anabranch.step import Buffers, DecodeStep, ProjectFirstStep, StepInputs
 from anabranch.streams import streams_for
 
@@ -20,8 +20,7 @@ class DCPDecoder:
     - `dims`: dimensions with the heads of this rank.
     - `group`: the process group, or None for a single rank.
     - `layout`: must have the size and the rank of `group`.
-    - `schedule`: see `anabranch.schedules`; all give the same bits. None: for each step the one
-      that pays (`anabranch.schedules.choose`).
+    - `schedule`: see `anabranch.schedules`; all give the same bits.
     - `project_first`: project HISTORY before the exchange, which then carries V columns per
       head instead of L, at N times the V-up work. `step` then takes the gathered weights, see
       `gather_w_uv`. Equal within rounding.
@@ -34,7 +33,7 @@ class DCPDecoder:
         dims: MLADims,
         group: dist.ProcessGroup | None = None,
         layout: ShardLayout | None = None,
-        schedule: Schedule | None = Schedule.OVERLAP,
+        schedule: Schedule = Schedule.OVERLAP,
         device: torch.device | str | None = None,
         *,
         project_first: bool = False,
@@ -95,9 +94,9 @@ class DCPDecoder:
         kind = ProjectFirstStep if self.project_first else DecodeStep
         return kind(self.dims, self.group, inputs, buffers, output)
 
-    def run(self, step: DecodeStep, schedule: Schedule | None) -> None:
+    def run(self, step: DecodeStep, schedule: Schedule) -> None:
         """Give the operations of a prepared step to the streams."""
-        RUN[schedule or choose(step, self._streams)](step, self._streams)
+        RUN[schedule](step, self._streams)
 
     def gather_w_uv(self, w_uv: torch.Tensor) -> torch.Tensor:
         """Gather `[H, L, V]` of every rank to `[N*H, L, V]`, once, for `project_first`."""

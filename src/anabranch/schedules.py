@@ -7,6 +7,8 @@ stream runs what, and so in what can overlap:
     comm_stream  current attention on main while the side stream converts, packs and exchanges
     overlap      main packs and exchanges while current attention runs on the side stream
 
+A fourth name, `auto`, takes `overlap` or `serial` for each step, whichever pays.
+
 A schedule rests on three disciplines. Events give the order: the side stream must not touch
 the shared workspace before history attention is done with it. `record_stream` gives the
 lifetime: memory one stream allocated and another uses must not be recycled in between. The join
@@ -28,6 +30,7 @@ class Schedule(enum.Enum):
     SERIAL = "serial"
     COMM_STREAM = "comm_stream"
     OVERLAP = "overlap"
+    AUTO = "auto"
 
 
 def serial(step: DecodeStep, streams: StreamPair) -> None:
@@ -78,19 +81,23 @@ def overlap(step: DecodeStep, streams: StreamPair) -> None:
     main.run(step.store)
 
 
-def choose(step: DecodeStep, streams: StreamPair) -> Schedule:
-    """OVERLAP where current attention outlasts its hand-off to the side stream, else SERIAL.
+def auto(step: DecodeStep, streams: StreamPair) -> None:
+    """`overlap` where current attention outlasts its hand-off to the side stream, else `serial`.
 
     Without a group there is no exchange to overlap with. Ranks may choose differently: under
     both schedules the collectives run on the main stream, in the same order.
     """
     handoff = streams.side.handoff_flops
     pays = handoff == 0 or step.current_flops() >= handoff  # the work is counted on the host
-    return Schedule.OVERLAP if step.group is not None and pays else Schedule.SERIAL
+    if step.group is not None and pays:
+        overlap(step, streams)
+    else:
+        serial(step, streams)
 
 
 RUN: dict[Schedule, Callable[[DecodeStep, StreamPair], None]] = {
     Schedule.SERIAL: serial,
     Schedule.COMM_STREAM: comm_stream,
     Schedule.OVERLAP: overlap,
+    Schedule.AUTO: auto,
 }

@@ -113,7 +113,7 @@ def convert(
     architecture: Architecture,
     layout: ShardLayout,
     group: dist.ProcessGroup | None,
-    schedule: Schedule | None,
+    schedule: Schedule,
     *,
     project_first: bool,
 ) -> Converted:

@@ -155,7 +155,7 @@ class Engine:
         group: dist.ProcessGroup | None = None,
         layout: ShardLayout | None = None,
         dtype: torch.dtype = torch.float32,
-        schedule: Schedule | None = Schedule.OVERLAP,
+        schedule: Schedule = Schedule.OVERLAP,
         project_first: bool = False,
         block_size: int = 16,
         max_tokens: int | None = None,
@@ -230,15 +230,12 @@ class Engine:
         return self.model.config
 
     @property
-    def schedule(self) -> Schedule | None:
-        """Schedule of the decode steps; may be set between calls. Prefill is always serial.
-
-        None: for each step the one that pays.
-        """
+    def schedule(self) -> Schedule:
+        """Schedule of the decode steps; may be set between calls. Prefill is always serial."""
         return self._converted.decoder.schedule
 
     @schedule.setter
-    def schedule(self, schedule: Schedule | None) -> None:
+    def schedule(self, schedule: Schedule) -> None:
         self._converted.decoder.schedule = schedule
 
     @torch.no_grad()
