@@ -1,6 +1,6 @@
 """What the streams cost: on a step, and under the sanitizer.
 
-    python benchmarks/streams.py [--rounds 300] > streams.json
+    python benchmarks/streams.py [--rounds 50] > streams.json
 
 Three questions, each answered by medians of interleaved rounds on one intra-op thread:
 - calls: the stream calls of each schedule around operations that do nothing, against the same
@@ -15,11 +15,11 @@ import argparse
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import torch
+from measure import interleave
 
 from anabranch import DCPDecoder, LatentCache, MLADims, Schedule, ShardLayout
 from anabranch.schedules import RUN
@@ -27,25 +27,17 @@ from anabranch.streams.cpu import cpu_streams
 from anabranch.streams.sanitizer import sanitize
 
 DIMS = MLADims(16, 512, 64, 128, 128, 192**-0.5)
+FIXED = (Schedule.SERIAL, Schedule.COMM_STREAM, Schedule.OVERLAP)
 OPERATIONS = (
     "gather_queries", "history_attention", "current_attention", "exchange_history",
     "exchange_history_converted", "merge", "project", "project_transposed", "store",
 )  # fmt: skip
 
 
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e6
-
-
-def interleaved(rounds: int, variants: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median microseconds of each variant, one of each per round."""
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, call in variants.items():
-            times[name].append(timed(call))
-    return {name: round(statistics.median(values), 2) for name, values in times.items()}
+def medians(rounds: int, contenders: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Microseconds of each, which take turns."""
+    samples = interleave(contenders, rounds)
+    return {name: round(statistics.median(times) * 1e6, 2) for name, times in samples.items()}
 
 
 def idle_step() -> SimpleNamespace:
@@ -69,9 +61,9 @@ def calls(rounds: int) -> dict[str, float]:
             getattr(step, name)()
 
     variants: dict[str, Callable[[], object]] = {"plain calls": plain}
-    for schedule, run in RUN.items():
-        variants[schedule.value] = lambda run=run: run(step, streams)
-    return interleaved(rounds * 10, variants)
+    for schedule in FIXED:
+        variants[schedule.value] = lambda run=RUN[schedule]: run(step, streams)
+    return medians(rounds, variants)
 
 
 def steps(rounds: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -85,7 +77,7 @@ def steps(rounds: int) -> Iterator[tuple[str, Callable[[], object]]]:
     shapes = ((1, heads, rank), (1, heads, rope), (1, rank), (1, rope))
     inputs = [torch.randn(*shape, generator=draw) for shape in shapes]
     w_uv = torch.randn(heads, rank, DIMS.v_head_dim, generator=draw)
-    for schedule in Schedule:
+    for schedule in FIXED:
         decoder = DCPDecoder(DIMS, schedule=schedule)
         yield (
             schedule.value,
@@ -95,13 +87,13 @@ def steps(rounds: int) -> Iterator[tuple[str, Callable[[], object]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What the streams cost.")
-    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=50)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     variants = dict(steps(rounds))
-    plain = interleaved(rounds, variants)
+    plain = medians(rounds, variants)
     with sanitize(cpu_streams()):
-        watched = interleaved(max(rounds // 5, 10), variants)
+        watched = medians(max(rounds // 5, 10), variants)
     idle = calls(rounds)
     report = {
         "machine": platform.processor() or platform.machine(),

@@ -163,11 +163,6 @@ def watch(watcher: Watcher) -> Iterator[None]:
         _watcher = None
 
 
-def watcher() -> Watcher | None:
-    """The current watcher, or None."""
-    return _watcher
-
-
 def launch(
     name: str,
     kernel: Callable[[], T],

@@ -143,11 +143,6 @@ class Trace:
         for index, one in enumerate(work):
             self._queues.setdefault(one.task.stream, []).append(index)
 
-    @property
-    def names(self) -> list[str]:
-        """The tasks in the order they were given."""
-        return [one.task.name for one in self._work]
-
     def kernels(self, task: int) -> int:
         """How many operators a task ran."""
         return len(self._work[task].kernels)
