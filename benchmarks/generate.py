@@ -40,7 +40,7 @@ from anabranch.embedded import embedded_path
 from anabranch.hf import Engine
 
 PREFILL_CHUNK = 512
-RATIOS = [(peer, own) for own in ("chosen", "overlap") for peer in ("sdpa", "eager")]
+RATIOS = [(peer, own) for own in ("auto", "overlap") for peer in ("sdpa", "eager")]
 
 Decode = Callable[[torch.Tensor], float]
 
@@ -67,7 +67,7 @@ def claims(report: Report, contexts: list[int]) -> None:
     first = min(4096, contexts[-1])
     at = [case for case in cases if case.setting["context"] >= first]
     for peer in ("sdpa", "eager"):
-        for schedule in ("chosen", "overlap"):
+        for schedule in ("auto", "overlap"):
             ratios = [case.ratios[f"{peer} / {schedule}"].median for case in at]
             report.at_least(f"{schedule}: times Transformers' {peer}, from {first} on", ratios, 1.0)
 
@@ -75,17 +75,17 @@ def claims(report: Report, contexts: list[int]) -> None:
         return slope(contexts, [case.seconds[name].median for case in cases])
 
     for peer in ("sdpa", "eager"):
-        ratio = growth("chosen") / growth(peer)
+        ratio = growth("auto") / growth(peer)
         report.at_most(f"growth with the context over that of {peer}", [ratio], 1.0)
 
 
 def load(max_tokens: int, new_tokens: int) -> dict[str, Decode]:
-    """The engine, left to choose and made to overlap; Transformers with two kinds of attention."""
+    """The engine under two schedules; Transformers with two kinds of attention."""
     path = embedded_path()
     engine = Engine.load(path, max_tokens=max_tokens)
     contenders: dict[str, Decode] = {}
 
-    def engine_decode(schedule: Schedule | None) -> Decode:
+    def engine_decode(schedule: Schedule) -> Decode:
         def run(prompt: torch.Tensor) -> float:
             engine.schedule = schedule
             cache = engine.new_cache([prompt.shape[1] + new_tokens])
@@ -104,7 +104,7 @@ def load(max_tokens: int, new_tokens: int) -> dict[str, Decode]:
 
         return run
 
-    contenders["chosen"] = engine_decode(None)
+    contenders["auto"] = engine_decode(Schedule.AUTO)
     contenders["overlap"] = engine_decode(Schedule.OVERLAP)
     for attention in ("sdpa", "eager"):
         contenders[attention] = peer_decode(attention)

@@ -1,4 +1,4 @@
-"""The three schedules of a decode step on ranks of this machine, and the one left to choose.
+"""The schedules of a decode step on ranks of this machine.
 
     python benchmarks/step.py
     python benchmarks/step.py --quick
@@ -82,7 +82,7 @@ class OperationTimes:
 
 
 def main(quick: QuickOption = False, out: OutOption = OUT) -> None:
-    """Measure serial, comm_stream and overlap over ranks, context, tokens and dtype."""
+    """Measure all schedules over ranks, context, tokens and dtype."""
     report = Report("step", quick)
     rounds = 3 if quick else 11
     sweeps = {
@@ -127,7 +127,7 @@ def add_case(
         section,
         setting,
         schedules,
-        [("serial", "overlap"), ("comm_stream", "overlap"), ("serial", "chosen")],
+        [("serial", "overlap"), ("comm_stream", "overlap"), ("serial", "auto")],
         {f"{name} ms": timed[name] * 1e3 for name in SHOWN},
     )
     tails = result["tails"]
@@ -169,7 +169,7 @@ def measure_setting(rank: Rank, setting: Setting, rounds: int) -> dict[str, Samp
     decoder, inputs = prepare(rank, setting)
     observers = {Schedule.SERIAL: OperationTimes(), Schedule.OVERLAP: OperationTimes()}
 
-    def timed(schedule: Schedule | None) -> Callable[[], object]:
+    def timed(schedule: Schedule) -> Callable[[], object]:
         return lambda: decoder.step(**inputs, schedule=schedule)
 
     def observed(schedule: Schedule) -> Callable[[], None]:
@@ -180,7 +180,6 @@ def measure_setting(rank: Rank, setting: Setting, rounds: int) -> dict[str, Samp
         return run
 
     contenders = {schedule.value: timed(schedule) for schedule in Schedule}
-    contenders["chosen"] = timed(None)
     watched = {f"observed {schedule.value}": observed(schedule) for schedule in observers}
 
     def align() -> None:
@@ -235,7 +234,7 @@ def prepare(rank: Rank, setting: Setting) -> tuple[DCPDecoder, dict[str, Any]]:
         "batch": layout.plan_batch([setting.context], [tokens], [table], BLOCK),
         "w_uv": torch.randn(heads, RANK, V, dtype=dtype) / RANK**0.5,
     }
-    return DCPDecoder(dims, rank.group, layout, schedule=None), inputs
+    return DCPDecoder(dims, rank.group, layout), inputs
 
 
 if __name__ == "__main__":

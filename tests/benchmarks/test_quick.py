@@ -56,7 +56,7 @@ def test_ranks_deliver_a_sample_of_every_schedule_and_operation(tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(done.stdout)
-    assert result["schedules"].keys() == {"serial", "comm_stream", "overlap", "chosen"}
+    assert result["schedules"].keys() == {"serial", "comm_stream", "overlap", "auto"}
     assert {"history_attention", "current_attention", "exchange_history"} <= set(
         result["operations"]
     )
