@@ -33,10 +33,12 @@ each_schedule = pytest.mark.parametrize("schedule", Schedule, ids=lambda one: on
 
 @each_schedule
 def test_no_report_over_random_batches(schedule: Schedule) -> None:
-    (checked,) = check_schedules(BATCHES, schedules=[schedule])
+    # The schedule that chooses runs one of the others.
+    batches = BATCHES if schedule is not Schedule.AUTO else BATCHES // 10
+    (checked,) = check_schedules(batches, schedules=[schedule])
     assert checked.findings == ()
-    assert checked.runs == BATCHES
-    assert checked.operators > 10 * BATCHES
+    assert checked.runs == batches
+    assert checked.operators > 10 * batches
 
 
 @each_schedule

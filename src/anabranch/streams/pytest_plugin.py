@@ -7,12 +7,10 @@ def test_my_step(stream_sanitizer):
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from anabranch.streams.sanitizer import Sanitizer
+from anabranch.streams.sanitizer import Sanitizer, sanitize
 
 
 @pytest.fixture
@@ -22,9 +20,6 @@ def stream_sanitizer() -> Iterator[Sanitizer]:
     The test fails at its end if there are findings. A test that expects some reads them from
     `stream_sanitizer.findings`, and clears that list.
     """
-    # Deferred: the plugin is loaded in every pytest run of an environment that has Anabranch.
-    from anabranch.streams.sanitizer import sanitize
-
     with sanitize() as sanitizer:
         yield sanitizer
     if sanitizer.findings:
