@@ -52,10 +52,10 @@ def comm_stream(step: DecodeStep, streams: StreamPair) -> None:
     main.run(step.history_attention)
     history_ready = main.record_event("history_ready")
     side.record_stream(*step.history_results)
+    main.record_stream(*step.received_memory)  # before the side stream looks for that memory
     side.wait_event(history_ready)
     side.run(step.exchange_history_converted)
     exchange_done = side.record_event("exchange_done")
-    main.record_stream(*step.received_memory)
     main.run(step.current_attention)
     main.wait_event(exchange_done)
     main.run(step.merge)
