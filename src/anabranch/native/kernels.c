@@ -525,7 +525,12 @@ void anabranch_v_up(const void *x, int64_t x_token, int64_t x_head, const void *
     for (int64_t h = 0; h < heads; h++) {
         float *weights = workspace + omp_get_thread_num() * share;
         float *rows = weights + rank * width, *result = rows + V_UP_TILE * rank;
-        if (tokens > V_UP_FEW)
+        const float *factors = weights;
+        int l = (int)rank, v = (int)width, w_stride = v;
+        if (dtype == F32) { /* no copy; both forms of V-up have the same weights, so the same bits */
+            factors = (const float *)w + h * w_head;
+            w_stride = (int)w_row;
+        } else if (tokens > V_UP_FEW)
             for (int64_t k = 0; k < rank; k++)
                 load_row(weights + k * width, at(w, h * w_head + k * w_row, dtype), width, dtype,
                          1);
@@ -535,9 +540,9 @@ void anabranch_v_up(const void *x, int64_t x_token, int64_t x_head, const void *
                 load_row(rows + i * rank, at(x, (first + i) * x_token + h * x_head, dtype), rank,
                          dtype, 1);
             if (tokens > V_UP_FEW) {
-                int l = (int)rank, v = (int)width;
                 float one = 1, zero = 0;
-                sgemm("N", "N", &v, &count, &l, &one, weights, &v, rows, &l, &zero, result, &v);
+                sgemm("N", "N", &v, &count, &l, &one, factors, &w_stride, rows, &l, &zero, result,
+                      &v);
             } else { /* few rows: each weight is read once, from where it is */
                 memset(result, 0, count * width * 4);
                 for (int64_t k = 0; k < rank; k++) {

@@ -85,7 +85,7 @@ class CallerStream(Stream):
 class WorkerStream(Stream):
     """A worker thread with a queue."""
 
-    handoff_flops = 2_000_000  # some 40 microseconds of one core, see benchmarks/step.py
+    handoff_flops = 500_000  # current attention of this size takes some 50 microseconds
 
     def __init__(self, name: str = "side") -> None:
         self.name = name
