@@ -200,7 +200,7 @@ def test_check_passes_the_schedules():
     ended = anabranch("check", "--batches", "4", "--json")
     assert ended.status == 0
     answer = json.loads(ended.out)
-    assert [each["name"] for each in answer] == ["serial", "comm_stream", "overlap"]
+    assert [each["name"] for each in answer] == ["serial", "comm_stream", "overlap", "auto"]
     assert [each["findings"] for each in answer] == [[], [], []]
 
 
