@@ -201,7 +201,7 @@ def test_check_passes_the_schedules():
     assert ended.status == 0
     answer = json.loads(ended.out)
     assert [each["name"] for each in answer] == ["serial", "comm_stream", "overlap", "auto"]
-    assert [each["findings"] for each in answer] == [[], [], []]
+    assert [each["findings"] for each in answer] == [[], [], [], []]
 
 
 @pytest.mark.parametrize("command", ["generate", "evaluate", "info", "check"])
