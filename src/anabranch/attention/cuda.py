@@ -14,7 +14,7 @@ import torch
 
 from anabranch.cache import DecodeBatch, LatentCache
 from anabranch.geometry import MLADims
-from anabranch.triton_kernels import Launch, attention, next_power_of_2
+from anabranch.triton_kernels import Launch, attention, dense_rows, next_power_of_2
 
 MOST_ROWS = 64
 MOST_ACCUMULATOR = MOST_ROWS * 512  # FP32 values that fit in the registers of 256 threads
@@ -101,7 +101,7 @@ def workspace_bytes(num_heads: int, dims: MLADims) -> int:
     It depends on the chip and on L, and on no number of heads, tokens or sequences.
     """
     here = chip(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return _scratch_bytes(here, dims.kv_lora_rank)
+    return scratch_bytes(here, dims.kv_lora_rank)
 
 
 def paged_keys(cache: LatentCache, batch: DecodeBatch) -> Keys:
@@ -118,7 +118,7 @@ def paged_keys(cache: LatentCache, batch: DecodeBatch) -> Keys:
 
 
 def step_keys(kv_c: torch.Tensor, k_pe: torch.Tensor, batch: DecodeBatch) -> Keys:
-    kv_c, k_pe = _dense_rows(kv_c), _dense_rows(k_pe)
+    kv_c, k_pe = dense_rows(kv_c), dense_rows(k_pe)
     return Keys(
         kv_c, k_pe, batch.query_lens, 1.0,
         {
@@ -172,6 +172,7 @@ def launches(
             "ROPE_BLOCK": max(16, next_power_of_2(rope)),
             "PRECISION": "tf32x3" if q_nope.dtype == torch.float32 else "tf32",
         },
+        ("out", "lse", "partial_out", "partial_lse"),
         tile.warps,
         tile.stages,
     )  # fmt: skip
@@ -184,6 +185,7 @@ def launches(
         common | {
             "lanes": lanes, "parts": parts, "COLUMNS": columns, "SPLITS": REDUCE_TILE // columns,
         },
+        ("out", "lse"),
     )  # fmt: skip
     return attend, reduce
 
@@ -210,24 +212,20 @@ def _run(
     workspace: torch.Tensor | None,
 ) -> None:
     here = chip(q_nope.device)
-    needed = _scratch_bytes(here, q_nope.shape[2])
+    needed = scratch_bytes(here, q_nope.shape[2])
     if workspace is None:
         workspace = torch.empty(needed, dtype=torch.uint8, device=q_nope.device)
     elif workspace.numel() < needed:
         raise ValueError(f"workspace must hold {needed} bytes, got {workspace.numel()}")
-    q_nope, q_pe = _dense_rows(q_nope), _dense_rows(q_pe)
+    q_nope, q_pe = dense_rows(q_nope), dense_rows(q_pe)
     for launch in launches(q_nope, q_pe, keys, batch, scale, out, lse, workspace, here):
         launch.run()
 
 
-def _scratch_bytes(chip: Chip, rank: int) -> int:
+def scratch_bytes(chip: Chip, rank: int) -> int:
     return chip.processors * MOST_ROWS * 2 * (rank + 1) * 4
 
 
 def _programs(chip: Chip, rows: int) -> int:
     """Programs of the first stage: small tiles share a multiprocessor."""
     return chip.processors * (1 if rows == MOST_ROWS else 2)
-
-
-def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

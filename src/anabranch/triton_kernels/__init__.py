@@ -13,22 +13,32 @@ from typing import Any
 
 import torch
 
+from anabranch import streams
+
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with its grid, arguments by name, warps and pipeline stages."""
+    """A kernel with its grid, arguments by name, those it writes, warps and pipeline stages."""
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
+    writes: tuple[str, ...]
     warps: int = 4
     stages: int = 3
 
     def run(self) -> None:
         """Queue it on the current stream. An empty grid runs nothing."""
-        if all(self.grid):
-            options = {"num_warps": self.warps, "num_stages": self.stages}
-            self.kernel[self.grid](**self.arguments, **options)
+        if not all(self.grid):
+            return
+        tensors = {k: v for k, v in self.arguments.items() if isinstance(v, torch.Tensor)}
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        streams.launch(
+            self.kernel.__name__,
+            lambda: self.kernel[self.grid](**self.arguments, **options),
+            reads=[tensor for name, tensor in tensors.items() if name not in self.writes],
+            writes=[tensors[name] for name in self.writes],
+        )
 
 
 def serve(device: torch.device) -> bool:
@@ -39,6 +49,11 @@ def serve(device: torch.device) -> bool:
 @cache
 def _installed() -> bool:
     return find_spec("triton") is not None
+
+
+def dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, copied unless its last axis is dense."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def next_power_of_2(size: int) -> int:

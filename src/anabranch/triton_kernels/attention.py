@@ -102,7 +102,8 @@ def attend(
         first_token = _before(queries, index, b)
         done = unit - _before(units, index, b)
         start = done % count
-        row = (done // count * lanes + lane) * ROWS + tl.arange(0, ROWS)
+        first_row = (done // count * lanes + lane) * ROWS
+        row = first_row + tl.arange(0, ROWS)
         next_unit = tl.minimum(stop, unit - start + count)
         end = start + next_unit - unit
 
@@ -167,15 +168,19 @@ def attend(
         empty = total == 0
         acc = acc * (cache_scale / tl.where(empty, 1.0, total))[:, None]
         natural = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * LN_2)
+        # Rows of a tile are consecutive in memory, wherever they go.
+        at = tl.arange(0, ROWS)
         if next_unit - unit == count:
-            to = token * heads + head
-            tl.store(out + to[:, None] * RANK + columns, acc, mask=valid[:, None] & in_rank)
-            tl.store(lse + to, natural, mask=valid)
+            to = (first_token * heads + first_row).to(tl.int64)
+            tile = out + to * RANK + at[:, None] * RANK + columns
+            tl.store(tile, acc, mask=valid[:, None] & in_rank)
+            tl.store(lse + to + at, natural, mask=valid)
         else:
-            piece = ((lane * parts + part) * 2 + (unit > first).to(tl.int32)).to(tl.int64)
-            to = piece * ROWS + tl.arange(0, ROWS)
-            tl.store(partial_out + to[:, None] * RANK + columns, acc, mask=in_rank[None, :])
-            tl.store(partial_lse + to, natural)
+            piece = (lane * parts + part) * 2 + (unit > first).to(tl.int32)
+            to = piece.to(tl.int64) * ROWS
+            tile = partial_out + to * RANK + at[:, None] * RANK + columns
+            tl.store(tile, acc, mask=in_rank[None, :])
+            tl.store(partial_lse + to + at, natural)
         unit = next_unit
 
 

@@ -53,4 +53,5 @@ def pack_launch(out: torch.Tensor, lse: torch.Tensor, packed: torch.Tensor) -> L
             "heads": heads, "own_heads": packed.shape[2], "WORDS": words,
             "COLUMNS": next_power_of_2(words), "ROWS": ROW_TILE,
         },
+        ("packed",),
     )  # fmt: skip

@@ -79,6 +79,7 @@ def merge_launch(
             "SHARDS": shards, "LOCAL": local is not None, "WIDTH": width, "ROW": row,
             "LSE_ROW": lse_row, "LOCAL_ROW": local_row, "COLUMNS": next_power_of_2(width),
         },
+        ("out", "lse"),
         warps=1 if width <= 512 else 4,
     )  # fmt: skip
 

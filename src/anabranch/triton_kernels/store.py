@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from anabranch.triton_kernels import Launch, next_power_of_2
+from anabranch.triton_kernels import Launch, dense_rows, next_power_of_2
 
 FP8_MAX = tl.constexpr(448.0)
 
@@ -47,3 +47,35 @@ def _saturated(values, cache_scale):
     scaled = values.to(tl.float32) / cache_scale
     bounded = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX)
     return tl.where(scaled == scaled, bounded, scaled)
+
+
+def store_launch(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    slots: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    cache_scale: float,
+) -> Launch:
+    """`kv_c` `[T, L]`, `k_pe` `[T, R]` to the pages `latent`, `rope` `[num_blocks, block_size, .]`.
+
+    Slots are not checked against the size of the cache.
+    """
+    tokens, rank = kv_c.shape
+    width = k_pe.shape[1]
+    kv_c, k_pe = dense_rows(kv_c), dense_rows(k_pe)
+    return Launch(
+        store,
+        (tokens,),
+        {
+            "kv_c": kv_c, "k_pe": k_pe, "slots": slots, "latent": latent, "rope": rope,
+            "kv_c_row": kv_c.stride(0), "k_pe_row": k_pe.stride(0),
+            "latent_block": latent.stride(0), "latent_entry": latent.stride(1),
+            "rope_block": rope.stride(0), "rope_entry": rope.stride(1),
+            "cache_scale": cache_scale, "BLOCK_SIZE": latent.shape[1],
+            "RANK": rank, "ROPE": width, "RANK_BLOCK": next_power_of_2(rank),
+            "ROPE_BLOCK": next_power_of_2(width), "SCALED": latent.dtype == torch.float8_e4m3fn,
+        },
+        ("latent", "rope"),
+        warps=1,
+    )  # fmt: skip
