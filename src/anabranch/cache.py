@@ -77,9 +77,7 @@ class LatentCache:
         if triton_kernels.serve(self.latent.device):
             from anabranch.triton_kernels import store
 
-            store.store_launch(
-                kv_c, k_pe, slot_mapping, self.latent, self.rope, self.scale
-            ).run()
+            store.store_launch(kv_c, k_pe, slot_mapping, self.latent, self.rope, self.scale).run()
             return
         library = native.library() if self.latent.device.type == "cpu" else None
         rows = kv_c.dtype == k_pe.dtype == self.latent.dtype and kv_c.stride(1) == 1

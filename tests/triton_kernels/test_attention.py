@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import on_triton
 
 from anabranch import AttentionKind, LatentCache, ShardLayout, merge_partials, partial_attention
 from anabranch.attention import cuda
-from interpreted import on_triton
 from problem import SIZES, TOLERANCE, Problem, dims, poison, relative_error
 
 Pair = tuple[torch.Tensor, torch.Tensor]

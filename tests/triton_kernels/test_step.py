@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from interpreted import on_triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch import DCPDecoder, DecodeBatch, LatentCache, Schedule, ShardLayout
-from interpreted import on_triton
 from problem import TOLERANCE, Problem, dims, relative_error
 
 READ_BACK = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal"}
@@ -57,7 +57,7 @@ def test_a_step_reads_nothing_back_to_the_host(monkeypatch: pytest.MonkeyPatch) 
     """What a graph needs: lengths, tables and slots stay on the device."""
     problem = Problem([40, 0], [2, 1], dims(4))
     given = arguments(problem)
-    monkeypatch.setattr(DecodeBatch, "host_lens", property(lambda self: pytest.fail("read")))
+    monkeypatch.setattr(DecodeBatch, "host_lens", lambda self: pytest.fail("read"))
     with on_triton():
         decoder = DCPDecoder(problem.dims)
         with NoReadBack():

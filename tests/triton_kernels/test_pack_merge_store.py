@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import on_triton
 
 from anabranch import LatentCache, merge_partials, pack_partials, unpack_partials
-from interpreted import on_triton
 from problem import SIZES, TOLERANCE, dims, kernels, poison, relative_error
 
 DTYPES = st.sampled_from(list(TOLERANCE))
@@ -37,7 +37,11 @@ def test_packing_keeps_every_bit(
 @st.composite
 def partials(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What a merge reads: packed as received or plain, some marked empty with poison under them."""
-    shards, tokens, heads = draw(st.integers(1, 8)), draw(st.integers(0, 4)), draw(st.integers(1, 3))
+    shards, tokens, heads = (
+        draw(st.integers(1, 8)),
+        draw(st.integers(0, 4)),
+        draw(st.integers(1, 3)),
+    )
     width, dtype = draw(st.sampled_from([1, 5, 32])), draw(DTYPES)
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     outs = torch.randn(shards + 1, tokens, heads, width, generator=random).to(dtype)
