@@ -165,21 +165,22 @@ def test_an_fp8_cache_holds_values_times_its_scale(dtype: torch.dtype, native: b
 
 @pytest.mark.parametrize("native", [True, False], ids=["converted", "decoded"])
 def test_every_fp8_value_is_read_as_pytorch_reads_it(native: bool) -> None:
-    """With one key the output is that key: all 256 codes pass through, NaN included."""
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    sizes = dims(1, 1, 0)
-    cache = LatentCache(256, 1, sizes, torch.float8_e4m3fn)
-    cache.latent[:, 0, 0] = codes
-    table = [[block] for block in range(256)]
-    batch = ShardLayout().plan_batch([1] * 256, [1] * 256, [t * 2 for t in table], 1)
-    query, empty = torch.ones(256, 1, 1), torch.zeros(256, 1, 0)
-    out, lse = torch.empty(256, 1, 1), torch.empty(256, 1)
+    """With one key the output is that key: all 256 codes pass through, one sequence with NaN."""
+    fp8 = torch.float8_e4m3fn
+    codes = torch.arange(256, dtype=torch.uint8).view(fp8)
+    finite = torch.where(codes.float().isfinite(), codes.float(), 0).to(fp8)
+    cache = LatentCache(2, 1, dims(1, 256, 0), fp8)
+    cache.latent[0, 0], cache.latent[1, 0] = finite, codes
+    batch = ShardLayout().plan_batch([1, 1], [1, 1], [[0, 0], [1, 1]], 1)
+    query, empty = torch.zeros(2, 1, 256), torch.zeros(2, 1, 0)
+    out, lse = torch.empty(2, 1, 256), torch.empty(2, 1)
     chip = cuda.Chip((9, 0) if native else (8, 0), 4)
-    scratch = torch.empty(cuda.scratch_bytes(chip, 1), dtype=torch.uint8)
+    scratch = torch.empty(cuda.scratch_bytes(chip, 256), dtype=torch.uint8)
     keys = cuda.paged_keys(cache, batch)
     for launch in cuda.launches(query, empty, keys, batch, 1.0, out, lse, scratch, chip):
         launch.run()
-    torch.testing.assert_close(out.flatten(), codes.float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(out[0, 0], finite.float())
+    assert out[1].isnan().all()
 
 
 def test_a_query_that_is_not_a_number_is_not_hidden() -> None:

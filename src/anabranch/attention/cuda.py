@@ -147,7 +147,7 @@ def launches(
     rows = -(-tokens // max(sequences, 1)) * heads
     tile = tile_for(rows, rank, q_nope.dtype, chip)
     programs = _programs(chip, tile.rows)
-    lanes = min(-(-rows // tile.rows), programs)
+    lanes = min(max(1, -(-rows // tile.rows)), programs)
     parts = programs // lanes
     partials = programs * 2 * tile.rows
     scratch = workspace[: partials * (rank + 1) * 4].view(torch.float32)

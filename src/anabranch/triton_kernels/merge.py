@@ -30,7 +30,6 @@ def merge(
     """Grid `(rows,)`. Row r of shard n is `outs + (n * rows + r) * ROW`, `lses` likewise."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
-    inside = column < WIDTH
     peak = -float("inf")
     for shard in tl.static_range(SHARDS):
         peak = tl.maximum(peak, _finite(tl.load(lses + (shard * rows + row) * LSE_ROW)))
@@ -42,16 +41,18 @@ def merge(
     for shard in tl.static_range(SHARDS):
         at = shard * rows + row
         weight = tl.exp(_finite(tl.load(lses + at * LSE_ROW)) - shift)
-        payload = tl.load(outs + at * ROW + column, mask=inside & (weight > 0), other=0.0)
+        width = tl.where(weight > 0, WIDTH, 0)  # a partial of no weight is not read
+        payload = tl.load(outs + at * ROW + column, mask=column < width, other=0.0)
         acc += weight * payload.to(tl.float32)
         total += weight
     if LOCAL:
         weight = tl.exp(_finite(tl.load(local_lse + row)) - shift)
-        payload = tl.load(local_out + row * LOCAL_ROW + column, inside & (weight > 0), other=0.0)
+        width = tl.where(weight > 0, WIDTH, 0)
+        payload = tl.load(local_out + row * LOCAL_ROW + column, mask=column < width, other=0.0)
         acc += weight * payload.to(tl.float32)
         total += weight
     acc = acc / tl.where(total == 0, 1.0, total)
-    tl.store(out + row * WIDTH + column, acc, mask=inside)
+    tl.store(out + row * WIDTH + column, acc, mask=column < WIDTH)
     tl.store(lse + row, tl.where(total == 0, float("-inf"), peak + tl.log(total)))
 
 
