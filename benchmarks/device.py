@@ -206,7 +206,8 @@ def rates(bench: Bench) -> None:
     a, b = bench.normal(edge, edge), bench.normal(edge, edge)
     product = torch.empty_like(a)
     bench.matrix_rate = 2 * edge**3 / bench.seconds([lambda: torch.mm(a, b, out=product)])
-    print(f"copy {bench.copy_rate / 1e9:.0f} GB/s, BF16 product {bench.matrix_rate / 1e12:.1f} TFLOP/s")
+    copied, multiplied = bench.copy_rate / 1e9, bench.matrix_rate / 1e12
+    print(f"copy {copied:.0f} GB/s, BF16 product {multiplied:.1f} TFLOP/s")
 
 
 def check_attention(bench: Bench) -> None:
@@ -250,7 +251,9 @@ def check_attention(bench: Bench) -> None:
                 for b, count in enumerate(new):
                     for token in range(count):
                         first = row - token
-                        seen = kept[b] if kind is AttentionKind.HISTORY else current[first : row + 1]
+                        seen = (
+                            kept[b] if kind is AttentionKind.HISTORY else current[first : row + 1]
+                        )
                         seen = seen.double()
                         scores = query[row].double() @ seen.T * dims.scale
                         if len(seen):
@@ -262,7 +265,9 @@ def check_attention(bench: Bench) -> None:
                 empty = expected_lse == -torch.inf
                 same = torch.equal(empty, lse == -torch.inf)
                 distance = (lse.double() - expected_lse)[~empty].abs().max()
-                bench.check(f"{name}, LSE", distance + (0 if same else torch.inf), distance * 0, 1e-3)
+                bench.check(
+                    f"{name}, LSE", distance + (0 if same else torch.inf), distance * 0, 1e-3
+                )
 
 
 def check_step(bench: Bench) -> None:
@@ -307,7 +312,9 @@ def check_step(bench: Bench) -> None:
     for index in range(SHARDS):
         part = slice(index * 2, index * 2 + 2)
         received = unpack_partials(torch.stack([each[index] for each in packed]))
-        merged, _ = merge_partials(*received, own[0][:, part].contiguous(), own[1][:, part].contiguous())
+        merged, _ = merge_partials(
+            *received, own[0][:, part].contiguous(), own[1][:, part].contiguous()
+        )
         results.append(v_up(merged, weights[part]))
     bench.check(f"step on {SHARDS} virtual ranks", torch.cat(results, 1), expected, 1e-2)
     decoder = DCPDecoder(dims, device=bench.device)
@@ -361,7 +368,9 @@ def _time_history(bench: Bench, heads: int, batch: int, context: int, stored: to
         bench.add("history, plain PyTorch", setting, bench.seconds(plain), moved, flops)
 
 
-def _plain(paged: Paged, query: torch.Tensor, batch: DecodeBatch, context: int) -> Callable[[], object]:
+def _plain(
+    paged: Paged, query: torch.Tensor, batch: DecodeBatch, context: int
+) -> Callable[[], object]:
     """Gather, product, softmax, product, for sequences of one length."""
     rank, scale = paged.dims.kv_lora_rank, paged.dims.scale
 
@@ -476,15 +485,13 @@ def time_step(bench: Bench) -> None:
         flops = 2 * every * (size.rank + width) * keys
         for schedule in Schedule:
 
-            def run(schedule: Schedule = schedule) -> None:
+            def run(schedule: Schedule = schedule, step: DecodeStep = step) -> None:
                 RUN[schedule](step, streams_for(bench.device))
 
             setting = {"batch": batch, "context": context, "schedule": schedule.value}
             bench.add("step, copy exchange", setting, bench.replay_seconds(run), moved, flops)
             graph = repeatable(bench.device, run)
-            bench.add(
-                "step graph, copy exch.", setting, bench.replay_seconds(graph), moved, flops
-            )
+            bench.add("step graph, copy exch.", setting, bench.replay_seconds(graph), moved, flops)
 
 
 def described(device: torch.device) -> dict[str, str]:

@@ -126,8 +126,9 @@ def launches(target: int) -> Iterator[tuple[str, Launch]]:
     for name, dtype in (("BF16", bf16), ("FP8", fp8)):
         cache = LatentCache(128, 64, _dims(HEADS), dtype, "meta")
         pages = cache.latent, cache.rope
-        yield f"store {name}", store.store_launch(
-            rows[:, :RANK], rows[:, RANK:], slots, *pages, 0.5
+        yield (
+            f"store {name}",
+            store.store_launch(rows[:, :RANK], rows[:, RANK:], slots, *pages, 0.5),
         )
 
 

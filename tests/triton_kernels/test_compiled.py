@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from compiled import SHARED_LIMIT
 
 SCRIPT = Path(__file__).with_name("compiled.py")

@@ -18,7 +18,7 @@ def captured(device: torch.device, work: Callable[[], None]) -> Callable[[], Non
     so `streams_for` makes it the main stream; the side stream enters the graph by waiting for an
     event of the main stream, and leaves it where the main stream joins it.
     """
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         work()

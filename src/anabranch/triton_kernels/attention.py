@@ -79,9 +79,8 @@ def attend(
     """Grid `(lanes, shares)`. PAGED: every row sees all keys; else row t sees keys 0 to t."""
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     part, parts = tl.program_id(1), tl.num_programs(1)
-    index, queries, keys = _lengths(query_lens, key_lens, batch, BATCH)
-    blocks, units = _units(queries, keys, heads, lane, lanes, ROWS, KEYS)
-    ends = tl.cumsum(units, 0)
+    _, queries, keys = _lengths(query_lens, key_lens, batch, BATCH)
+    _, units = _units(queries, keys, heads, lane, lanes, ROWS, KEYS)
     total_units = tl.sum(units, 0)
     share = tl.cdiv(total_units, parts)
     first = part * share
@@ -95,7 +94,10 @@ def attend(
 
     unit = first
     while unit < stop:
-        b = tl.sum((ends <= unit).to(tl.int32), 0)
+        # Read again for each tile: registers are needed for the accumulator meanwhile.
+        index, queries, keys = _lengths(query_lens, key_lens, batch, BATCH)
+        blocks, units = _units(queries, keys, heads, lane, lanes, ROWS, KEYS)
+        b = tl.sum((tl.cumsum(units, 0) <= unit).to(tl.int32), 0)
         count = _pick(blocks, index, b)
         num_keys = _pick(keys, index, b)
         num_rows = _pick(queries, index, b) * heads
@@ -170,16 +172,15 @@ def attend(
         natural = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * LN_2)
         # Rows of a tile are consecutive in memory, wherever they go.
         at = tl.arange(0, ROWS)
+        cells = at[:, None] * RANK + columns
         if next_unit - unit == count:
             to = (first_token * heads + first_row).to(tl.int64)
-            tile = out + to * RANK + at[:, None] * RANK + columns
-            tl.store(tile, acc, mask=valid[:, None] & in_rank)
+            tl.store(out + to * RANK + cells, acc, mask=valid[:, None] & in_rank)
             tl.store(lse + to + at, natural, mask=valid)
         else:
             piece = (lane * parts + part) * 2 + (unit > first).to(tl.int32)
             to = piece.to(tl.int64) * ROWS
-            tile = partial_out + to * RANK + at[:, None] * RANK + columns
-            tl.store(tile, acc, mask=in_rank[None, :])
+            tl.store(partial_out + to * RANK + cells, acc, mask=in_rank[None, :])
             tl.store(partial_lse + to + at, natural)
         unit = next_unit
 
