@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from anabranch import native
+from anabranch import native, triton_kernels
 from anabranch.geometry import MLADims, ShardLayout
 from anabranch.streams import launch
 
@@ -72,8 +72,13 @@ class LatentCache:
         """Store the tokens this rank owns: row t goes to slot `slot_mapping[t]`, -1 is skipped.
 
         `kv_c` is `[T, L]`, `k_pe` `[T, R]`, `slot_mapping` `[T]` int64.
-        Raises ValueError for a slot beyond the cache.
+        Raises ValueError for a slot beyond the cache, except on CUDA, where nothing is read back.
         """
+        if triton_kernels.serve(self.latent.device):
+            from anabranch.triton_kernels import store
+
+            store.store_launch(kv_c, k_pe, slot_mapping, self.latent, self.rope, self.scale).run()
+            return
         library = native.library() if self.latent.device.type == "cpu" else None
         rows = kv_c.dtype == k_pe.dtype == self.latent.dtype and kv_c.stride(1) == 1
         if library is not None and rows and (k_pe.shape[1] < 2 or k_pe.stride(1) == 1):

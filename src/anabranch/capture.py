@@ -3,17 +3,19 @@
 What a graph capture fixes is fixed here on every device: the memory of inputs, buffers and
 workspace, the cache, the weight, dtypes and widths. What changes between replays is copied into
 the fixed inputs. On CPU a captured step is the eager one prepared once per size: replays
-allocate no tensor memory and build no step.
+allocate no tensor memory and build no step. On CUDA each size is a graph, with both streams in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from anabranch.cache import DecodeBatch, LatentCache
 from anabranch.step import Buffers, DecodeStep, StepInputs
+from anabranch.streams import repeatable
 
 if TYPE_CHECKING:
     from anabranch.decoder import DCPDecoder
@@ -24,7 +26,8 @@ class CapturedStep:
 
     The first call fixes the dtype, `cache`, `w_uv` and the width of the block table, and
     reserves buffers for `max_tokens` rows and as many sequences. A later call that changes any
-    of these, or exceeds them, raises ValueError before any work.
+    of these, or exceeds them, raises ValueError before any work. On CUDA the first call of a size
+    captures its graph, under the schedule the decoder has then.
     """
 
     def __init__(self, decoder: DCPDecoder, max_tokens: int) -> None:
@@ -54,9 +57,7 @@ class CapturedStep:
         if self._fixed is None:
             self._fixed = _Fixed(self._decoder, self.max_tokens, inputs)
         self._fixed.check(inputs)
-        step = self._fixed.load(inputs)
-        self._decoder.run(step, self._decoder.schedule)
-        return step.output
+        return self._fixed.run(inputs)
 
 
 class _Fixed:
@@ -86,8 +87,11 @@ class _Fixed:
         self._output = fixed(like.q_nope, dims.num_heads * dims.v_head_dim)
         self._identity = self._identify(like)
         self._buffers = Buffers(decoder.device)
-        decoder.prepare(self._inputs, self._buffers, self._output)  # reserves the largest size
         self._steps: dict[tuple[int, int], DecodeStep] = {}
+        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
+        # A step over nothing takes every buffer at its largest: none moves once a graph holds it.
+        self._inputs.batch.slot_mapping.fill_(-1)
+        decoder.run(decoder.prepare(self._inputs, self._buffers, self._output), decoder.schedule)
 
     def check(self, inputs: StepInputs) -> None:
         """Raise ValueError, naming it, when `inputs` change what the capture fixed."""
@@ -104,10 +108,21 @@ class _Fixed:
             if value != self._identity[name]:
                 raise ValueError(f"{name} must be as captured, {self._identity[name]}, got {value}")
 
-    def load(self, inputs: StepInputs) -> DecodeStep:
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        """Replay the step of this size, captured on its first use. Returns the captured output."""
+        size = inputs.batch.num_tokens, inputs.batch.seq_lens.shape[0]
+        step = self._load(inputs, size)
+        if size not in self._replays:
+            decoder = self._decoder
+            self._replays[size] = repeatable(
+                decoder.device, lambda: decoder.run(step, decoder.schedule)
+            )
+        self._replays[size]()
+        return step.output
+
+    def _load(self, inputs: StepInputs, size: tuple[int, int]) -> DecodeStep:
         """Copy what may change into the fixed memory; the step of this size reads it there."""
         batch = inputs.batch
-        size = batch.num_tokens, batch.seq_lens.shape[0]
         step = self._steps.get(size)
         if step is None:
             step = self._steps[size] = self._prepare(*size)

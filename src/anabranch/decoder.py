@@ -49,7 +49,6 @@ class DCPDecoder:
         self.schedule = schedule
         self.device = torch.device("cpu" if device is None else device)
         self.project_first = project_first
-        self._streams = streams_for(self.device)
         self._buffers = Buffers(self.device)
 
     @torch.no_grad()
@@ -95,8 +94,8 @@ class DCPDecoder:
         return kind(self.dims, self.group, inputs, buffers, output)
 
     def run(self, step: DecodeStep, schedule: Schedule) -> None:
-        """Give the operations of a prepared step to the streams."""
-        RUN[schedule](step, self._streams)
+        """Give the operations of a prepared step to the streams: the caller's and the side one."""
+        RUN[schedule](step, streams_for(self.device))
 
     def gather_w_uv(self, w_uv: torch.Tensor) -> torch.Tensor:
         """Gather `[H, L, V]` of every rank to `[N*H, L, V]`, once, for `project_first`."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from anabranch import native
+from anabranch import native, triton_kernels
 from anabranch.streams import launch
 
 # The older name, of PyTorch before 2.13, is deprecated there.
@@ -56,6 +56,12 @@ def pack_partials(
     own = heads // world_size
     if packed is None:
         packed = out.new_empty(world_size, tokens, own, width + columns)
+    if triton_kernels.serve(out.device):
+        from anabranch.triton_kernels import exchange as kernels
+
+        if kernels.can_pack(out, lse, packed):
+            kernels.pack_launch(out, lse, packed).run()
+            return packed
     library = native.library() if out.device.type == "cpu" else None
     if library is not None and out.is_contiguous() and lse.is_contiguous():
         arguments = (

@@ -11,7 +11,7 @@ from ctypes import c_int32, c_int64, c_void_p
 
 import torch
 
-from anabranch import native
+from anabranch import native, triton_kernels
 from anabranch.streams import launch
 
 
@@ -51,6 +51,13 @@ def merge_partials(
         partials.append((local_output, local_lse))
     if out is None:
         out = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+    contiguous = out[0].is_contiguous() and out[1].is_contiguous()
+    if triton_kernels.serve(out[0].device) and contiguous:
+        from anabranch.triton_kernels.merge import merge_launch
+
+        local = None if local_output is None or local_lse is None else (local_output, local_lse)
+        merge_launch(outs, lses, local, *out).run()
+        return out
     library = native.library() if out[0].device.type == "cpu" else None
     if library is None or out[0].dtype not in native.DTYPES:
         _merge(partials, *out)

@@ -77,7 +77,7 @@ class DecodeStep:
         # One for all that need scratch, in turn; fewer heads never need more than all heads.
         size = max(
             provider_for(buffers.device).workspace_bytes(self.all_heads, dims),
-            vup.workspace_bytes(dims.kv_lora_rank, dims.v_head_dim),
+            vup.workspace_bytes(dims.kv_lora_rank, dims.v_head_dim, buffers.device),
         )
         self.workspace = buffers.take("workspace", size, dtype=torch.uint8)
         self.history = self._partials("history", self.all_heads, dims.kv_lora_rank)

@@ -53,9 +53,9 @@ def v_up_transposed(
     return out
 
 
-def workspace_bytes(kv_lora_rank: int, v_head_dim: int) -> int:
-    """Scratch of one `v_up`, in bytes, whatever the tokens and heads."""
-    library = native.library()
+def workspace_bytes(kv_lora_rank: int, v_head_dim: int, device: torch.device | str = "cpu") -> int:
+    """Scratch of one `v_up` on `device`, in bytes, whatever the tokens and heads."""
+    library = native.library() if torch.device(device).type == "cpu" else None
     if library is None:
         return 0
     threads = torch.get_num_threads()
@@ -75,6 +75,7 @@ def _product(
 ) -> None:
     """`out[h] = x[h] @ w[h]`; all three may be strided."""
     if x.device.type != "cpu":
+        # cuBLAS takes any strides of rows and of the batch where columns are dense: no copies.
         torch.bmm(x, w, out=out)
         return
     library = native.library()

@@ -1,12 +1,14 @@
 """Partial attention with LSE: one interface, one provider per kind of device.
 
 A provider is a module with two functions, `history` and `current`, and `workspace_bytes`:
-`reference` (plain PyTorch, the oracle of the others) and `cpu`.
+`reference` (plain PyTorch, the oracle of the others), `cpu`, and `cuda`, which needs Triton.
 """
 
 from __future__ import annotations
 
 import enum
+from functools import cache
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -56,12 +58,20 @@ class Provider(Protocol):
     def workspace_bytes(self, num_heads: int, dims: MLADims) -> int: ...
 
 
-_PROVIDERS: dict[str, Provider] = {"cpu": cpu}
-
-
 def provider_for(device: torch.device | str) -> Provider:
     """The provider that serves `device`; `reference` where there is no faster one."""
-    return _PROVIDERS.get(torch.device(device).type, reference)
+    return _provider(torch.device(device).type)
+
+
+@cache
+def _provider(kind: str) -> Provider:
+    if kind == "cpu":
+        return cpu
+    if kind == "cuda" and find_spec("triton") is not None:
+        from anabranch.attention import cuda
+
+        return cuda
+    return reference
 
 
 def partial_attention(

@@ -101,7 +101,8 @@ def _cuda_lacks() -> tuple[bool, list[str]]:
         absent.append("a CUDA device or its driver")
     if not dist.is_nccl_available():
         absent.append("collectives: NCCL is not in this build of torch")
-    absent += [f"{name}: not installed" for name in ("triton", "flashinfer") if not _found(name)]
+    if not _found("triton"):
+        absent.append("triton: not installed")
     return torch.cuda.is_available(), absent
 
 

@@ -209,3 +209,16 @@ def streams_for(device: torch.device | str) -> StreamPair:
 
         return accelerator_streams(torch.device(device))
     raise ValueError(f"device must be cpu, cuda or npu, got {device}")
+
+
+def repeatable(device: torch.device | str, work: Callable[[], None]) -> Callable[[], None]:
+    """`work` as something to call again and again: on CUDA a graph, elsewhere `work` itself.
+
+    `work` must touch only memory that stays where it is, read nothing back to the host, and give
+    its operations to `streams_for(device)`. It may run before this returns.
+    """
+    if _provided is None and torch.device(device).type == "cuda":
+        from anabranch.streams.graph import captured
+
+        return captured(torch.device(device), work)
+    return work

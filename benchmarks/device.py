@@ -1,0 +1,550 @@
+"""One GPU in under five minutes: every kernel against float64, then timed against its floor.
+
+    python benchmarks/device.py
+    python benchmarks/device.py --device cpu --quick      the same logic, tiny, on any machine
+
+Needs nothing but PyTorch and Triton. A floor is the longer of two times: the bytes that must move
+at the measured rate of a copy, the products at the measured rate of a large matrix product. Each
+time is a median of CUDA events around a replayed graph, so that the host is not measured, and the
+calls in a graph take turns over memory several times the size of the L2 cache.
+
+The step is that of one rank among N on one GPU: its shard is real, and the all-to-all is a copy
+of the same bytes on the main stream ("copy exchange"). No interconnect is measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anabranch import (
+    AttentionKind,
+    DCPDecoder,
+    DecodeBatch,
+    LatentCache,
+    MLADims,
+    Schedule,
+    ShardLayout,
+    merge_partials,
+    pack_partials,
+    partial_attention,
+    unpack_partials,
+    v_up,
+)
+from anabranch.attention import provider_for
+from anabranch.schedules import RUN
+from anabranch.step import Buffers, DecodeStep, StepInputs
+from anabranch.streams import repeatable, streams_for
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+SHARDS = 8
+BLOCK = 64  # tokens of a block
+L2_BYTES = 256 * 2**20  # what the calls of a graph rotate over: several times the L2 of any GPU
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of one run."""
+
+    rank: int
+    rope: int
+    v: int
+    heads: tuple[int, ...]  # of all ranks together
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    most_keys: int  # settings with more keys than this in all are left out
+    copy_bytes: int
+    matrix: int
+    rotated_bytes: int
+    repeats: int
+
+
+FULL = Size(
+    512, 64, 128, (16, 128), (1, 4, 16, 64), (4096, 16384, 65536, 262144), 64 * 262144, 2**31,
+    8192, L2_BYTES, 20,
+)  # fmt: skip
+QUICK = Size(32, 8, 16, (8, 16), (1, 3), (100, 300), 1000, 2**16, 64, 2**16, 3)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One setting of one kernel: median seconds, its floor, and the fraction of it reached."""
+
+    section: str
+    setting: dict[str, Any]
+    seconds: float
+    floor: float
+    of_floor: float
+
+
+class Bench:
+    """The device, what it can do at most, and what has been measured and checked."""
+
+    def __init__(self, device: torch.device, size: Size) -> None:
+        self.device, self.size = device, size
+        self.random = torch.Generator(device).manual_seed(0)
+        self.timings: list[Timing] = []
+        self.checks: dict[str, float] = {}
+        self.failed: list[str] = []
+        self.copy_rate = self.matrix_rate = 1.0
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        values = torch.empty(shape, dtype=dtype, device=self.device)
+        return values.normal_(generator=self.random)
+
+    def dims(self, heads: int) -> MLADims:
+        size = self.size
+        return MLADims(heads, size.rank, size.rope, 128, size.v, (128 + size.rope) ** -0.5)
+
+    def seconds(self, calls: Sequence[Callable[[], object]]) -> float:
+        """Median seconds of one of `calls`, which take turns inside one graph."""
+
+        def work() -> None:
+            for call in calls:
+                call()
+
+        return self.replay_seconds(repeatable(self.device, work)) / len(calls)
+
+    def replay_seconds(self, replay: Callable[[], object]) -> float:
+        """Median seconds of `replay`, by events on CUDA and by the clock elsewhere."""
+        repeats = self.size.repeats
+        for _ in range(3):
+            replay()
+        if self.device.type != "cuda":
+            samples = []
+            for _ in range(repeats):
+                begin = time.perf_counter()
+                replay()
+                samples.append(time.perf_counter() - begin)
+            return statistics.median(samples)
+        events = [
+            tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)
+        ]
+        for begin_event, end_event in events:
+            begin_event.record()
+            replay()
+            end_event.record()
+        torch.cuda.synchronize()
+        return statistics.median(a.elapsed_time(b) for a, b in events) / 1e3
+
+    def add(
+        self, section: str, setting: dict[str, Any], seconds: float, moved: int, flops: int = 0
+    ) -> None:
+        floor = max(moved / self.copy_rate, flops / self.matrix_rate)
+        self.timings.append(Timing(section, setting, seconds, floor, floor / seconds))
+        print(line(self.timings[-1]), flush=True)
+
+    def check(
+        self, name: str, result: torch.Tensor, expected: torch.Tensor, tolerance: float
+    ) -> None:
+        """Note the relative error against `expected`, which is float64, or equality with 0."""
+        expected = expected.double()
+        error = float((result.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+        self.checks[name] = error
+        verdict = "ok" if error <= tolerance else "WRONG"
+        if verdict != "ok":
+            self.failed.append(name)
+        print(f"check {name}: error {error:.2g}, allowed {tolerance:.2g}: {verdict}", flush=True)
+
+    def rotated(self, bytes_of_one: int) -> int:
+        """How many buffers of a call make up the memory to rotate over."""
+        return max(2, min(64, self.size.rotated_bytes // max(bytes_of_one, 1)))
+
+
+def line(timing: Timing) -> str:
+    setting = ", ".join(f"{name} {value}" for name, value in timing.setting.items())
+    return (
+        f"{timing.section:<22} {setting:<44} {timing.seconds * 1e6:>10.1f} us"
+        f"{timing.floor * 1e6:>10.1f} us  {timing.of_floor:>6.1%}"
+    )
+
+
+class Paged:
+    """A cache filled with random latents, and batches over disjoint shuffled blocks of it."""
+
+    def __init__(
+        self, bench: Bench, heads: int, batch: int, context: int, sets: int, dtype: torch.dtype
+    ) -> None:
+        self.dims = bench.dims(heads)
+        blocks = -(-(context + 1) // BLOCK)
+        total = sets * batch * blocks
+        scale = 0.02 if dtype == torch.float8_e4m3fn else 1.0
+        self.cache = LatentCache(total, BLOCK, self.dims, dtype, bench.device, scale=scale)
+        for chunk in range(0, total, 1024):
+            shape = min(1024, total - chunk), BLOCK, self.dims.latent_width
+            values = bench.normal(*shape)
+            pages = slice(chunk, chunk + shape[0])
+            rank = self.dims.kv_lora_rank
+            self.cache.latent[pages] = self.cache._stored(values[..., :rank])
+            self.cache.rope[pages] = self.cache._stored(values[..., rank:])
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
+        tables = order.view(sets, batch, blocks).to(torch.int32)
+        lengths = torch.full((batch,), context, dtype=torch.int32)
+        ones = torch.ones(batch, dtype=torch.int32)
+        slots = tables[:, :, context // BLOCK].long() * BLOCK + context % BLOCK
+        self.batches = [
+            DecodeBatch(*(t.to(bench.device) for t in (lengths, ones, table, slot)))
+            for table, slot in zip(tables, slots, strict=True)
+        ]
+
+
+def rates(bench: Bench) -> None:
+    """The copy and the matrix product that floors are measured against."""
+    source = torch.zeros(bench.size.copy_bytes, dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    bench.copy_rate = 2 * source.nbytes / bench.seconds([lambda: target.copy_(source)])
+    edge = bench.size.matrix
+    a, b = bench.normal(edge, edge), bench.normal(edge, edge)
+    product = torch.empty_like(a)
+    bench.matrix_rate = 2 * edge**3 / bench.seconds([lambda: torch.mm(a, b, out=product)])
+    copied, multiplied = bench.copy_rate / 1e9, bench.matrix_rate / 1e12
+    print(f"copy {copied:.0f} GB/s, BF16 product {multiplied:.1f} TFLOP/s")
+
+
+def check_attention(bench: Bench) -> None:
+    """HISTORY over ragged lengths and CURRENT of several tokens, in every dtype."""
+    past, new = [0, 1, BLOCK, 777, 3001], [1, 4, 2, 1, 3]
+    if bench.size is QUICK:
+        past = [0, 1, BLOCK, 99, 130]
+    rank, tokens = bench.size.rank, sum(new)
+    for heads in bench.size.heads:
+        for dtype, stored in (
+            (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16),
+            (torch.float32, torch.float32), (torch.bfloat16, torch.float8_e4m3fn),
+        ):  # fmt: skip
+            dims = bench.dims(heads)
+            blocks = [-(-(p + n) // BLOCK) for p, n in zip(past, new, strict=True)]
+            ids = iter(torch.randperm(sum(blocks)).tolist())
+            tables = [[next(ids) for _ in range(count)] for count in blocks]
+            fp8 = stored == torch.float8_e4m3fn
+            cache = LatentCache(
+                sum(blocks), BLOCK, dims, stored, bench.device, scale=0.02 if fp8 else 1.0
+            )
+            cache.latent.fill_(torch.nan)
+            cache.rope.fill_(torch.nan)
+            plan = ShardLayout().plan_batch
+            keys = bench.normal(sum(past), dims.latent_width, dtype=dtype)
+            fill = plan([0] * len(past), past, tables, BLOCK, device=bench.device)
+            cache.write(keys[:, :rank], keys[:, rank:], fill.slot_mapping)
+            kept = (cache._stored(keys).double() * cache.scale).split(past)
+            batch = plan(past, new, tables, BLOCK, device=bench.device)
+            query = bench.normal(tokens, heads, dims.latent_width, dtype=dtype)
+            current = bench.normal(tokens, dims.latent_width, dtype=dtype)
+            for kind, kv in (
+                (AttentionKind.HISTORY, cache),
+                (AttentionKind.CURRENT, (current[:, :rank], current[:, rank:])),
+            ):
+                out, lse = partial_attention(
+                    query[..., :rank], query[..., rank:], kv, batch, kind, dims
+                )
+                expected, expected_lse = torch.zeros_like(out).double(), lse.double().clone()
+                row = 0
+                for b, count in enumerate(new):
+                    for token in range(count):
+                        first = row - token
+                        seen = (
+                            kept[b] if kind is AttentionKind.HISTORY else current[first : row + 1]
+                        )
+                        seen = seen.double()
+                        scores = query[row].double() @ seen.T * dims.scale
+                        if len(seen):
+                            expected[row] = scores.softmax(-1) @ seen[:, :rank]
+                        expected_lse[row] = scores.logsumexp(-1)
+                        row += 1
+                name = f"{kind.value} {heads} heads {dtype} over {stored}".replace("torch.", "")
+                bench.check(name, out, expected, TOLERANCE[dtype])
+                empty = expected_lse == -torch.inf
+                same = torch.equal(empty, lse == -torch.inf)
+                distance = (lse.double() - expected_lse)[~empty].abs().max()
+                bench.check(
+                    f"{name}, LSE", distance + (0 if same else torch.inf), distance * 0, 1e-3
+                )
+
+
+def check_step(bench: Bench) -> None:
+    """N shards in turn, exchanged by slices; and every schedule of one rank, eager and captured."""
+    rank, heads, past, new = bench.size.rank, SHARDS * 2, [130, 0, 517], [1, 2, 1]
+    dims, tokens = bench.dims(heads), sum(new)
+    weights = bench.normal(heads, rank, bench.size.v)
+    keys = [bench.normal(p + n, dims.latent_width) for p, n in zip(past, new, strict=True)]
+    query = bench.normal(tokens, heads, dims.latent_width)
+    current = torch.cat([k[p:] for k, p in zip(keys, past, strict=True)])
+    history = torch.cat([k[:p] for k, p in zip(keys, past, strict=True)])
+    expected, row = torch.zeros(tokens, heads, rank, dtype=torch.float64, device=bench.device), 0
+    for sequence, p, n in zip(keys, past, new, strict=True):
+        for token in range(n):
+            seen = sequence[: p + token + 1].double()
+            scores = query[row].double() @ seen.T * dims.scale
+            expected[row] = scores.softmax(-1) @ seen[:, :rank]
+            row += 1
+    expected = torch.einsum("thl,hlv->thv", expected, weights.double()).flatten(1)
+
+    def shard(layout: ShardLayout) -> tuple[LatentCache, DecodeBatch]:
+        blocks = [layout.blocks_needed(p + n, BLOCK) for p, n in zip(past, new, strict=True)]
+        ids = iter(range(sum(blocks)))
+        tables = [[next(ids) for _ in range(count)] for count in blocks]
+        cache = LatentCache(sum(blocks), BLOCK, dims, torch.bfloat16, bench.device)
+        fill = layout.plan_batch([0] * len(past), past, tables, BLOCK, device=bench.device)
+        cache.write(history[:, :rank], history[:, rank:], fill.slot_mapping)
+        return cache, layout.plan_batch(past, new, tables, BLOCK, device=bench.device)
+
+    packed = []
+    for index in range(SHARDS):
+        cache, batch = shard(ShardLayout(SHARDS, index))
+        partial = partial_attention(
+            query[..., :rank], query[..., rank:], cache, batch, AttentionKind.HISTORY, dims
+        )
+        packed.append(pack_partials(*partial, SHARDS))
+    own = partial_attention(
+        query[..., :rank], query[..., rank:], (current[:, :rank], current[:, rank:]), batch,
+        AttentionKind.CURRENT, dims,
+    )  # fmt: skip
+    results = []
+    for index in range(SHARDS):
+        part = slice(index * 2, index * 2 + 2)
+        received = unpack_partials(torch.stack([each[index] for each in packed]))
+        merged, _ = merge_partials(
+            *received, own[0][:, part].contiguous(), own[1][:, part].contiguous()
+        )
+        results.append(v_up(merged, weights[part]))
+    bench.check(f"step on {SHARDS} virtual ranks", torch.cat(results, 1), expected, 1e-2)
+    decoder = DCPDecoder(dims, device=bench.device)
+    for schedule in Schedule:
+        cache, batch = shard(ShardLayout())
+        arguments = (
+            query[..., :rank], query[..., rank:], current[:, :rank], current[:, rank:], cache,
+            batch, weights,
+        )  # fmt: skip
+        result = decoder.step(*arguments, schedule=schedule)
+        bench.check(f"step, {schedule.value}", result, expected, 1e-2)
+        decoder.schedule = schedule
+        captured = decoder.capture(tokens)
+        for _ in range(3):
+            replayed = captured.step(*arguments)
+        bench.check(f"captured step, {schedule.value}", replayed, result, 0.0)
+
+
+def time_attention(bench: Bench) -> None:
+    size = bench.size
+    for heads in size.heads:
+        for batch in size.batches:
+            for context in size.contexts:
+                for stored in (torch.bfloat16, torch.float8_e4m3fn):
+                    if batch * context <= size.most_keys:
+                        _time_history(bench, heads, batch, context, stored)
+
+
+def _time_history(bench: Bench, heads: int, batch: int, context: int, stored: torch.dtype) -> None:
+    size = bench.size
+    keys, width = batch * context, size.rank + size.rope
+    moved = keys * width * stored.itemsize
+    paged = Paged(bench, heads, batch, context, bench.rotated(moved), stored)
+    query = bench.normal(batch, heads, width)
+    out = query.new_empty(batch, heads, size.rank), torch.empty(batch, heads, device=bench.device)
+    needed = provider_for(bench.device).workspace_bytes(heads, paged.dims)
+    workspace = torch.empty(needed, dtype=torch.uint8, device=bench.device)
+
+    def attend(step: DecodeBatch) -> Callable[[], object]:
+        return lambda: partial_attention(
+            query[..., : size.rank], query[..., size.rank :], paged.cache, step,
+            AttentionKind.HISTORY, paged.dims, workspace, out=out,
+        )  # fmt: skip
+
+    flops = 2 * heads * (size.rank + width) * keys
+    setting = {"heads": heads, "batch": batch, "context": context}
+    name = "history BF16" if stored == torch.bfloat16 else "history FP8 cache"
+    bench.add(name, setting, bench.seconds([attend(each) for each in paged.batches]), moved, flops)
+    if stored == torch.bfloat16 and keys <= size.most_keys // 16:
+        plain = [_plain(paged, query, each, context) for each in paged.batches]
+        bench.add("history, plain PyTorch", setting, bench.seconds(plain), moved, flops)
+
+
+def _plain(
+    paged: Paged, query: torch.Tensor, batch: DecodeBatch, context: int
+) -> Callable[[], object]:
+    """Gather, product, softmax, product, for sequences of one length."""
+    rank, scale = paged.dims.kv_lora_rank, paged.dims.scale
+
+    def run() -> torch.Tensor:
+        table = batch.block_table.long()
+        latent = paged.cache.latent[table].flatten(1, 2)[:, :context]
+        rope = paged.cache.rope[table].flatten(1, 2)[:, :context]
+        scores = query[..., :rank] @ latent.mT + query[..., rank:] @ rope.mT
+        return (scores.float() * scale).softmax(-1).to(query.dtype) @ latent
+
+    return run
+
+
+def time_small_kernels(bench: Bench) -> None:
+    """Pack, merge, V-up and the cache write: all bound by bandwidth."""
+    size, heads = bench.size, max(bench.size.heads)
+    own = heads // SHARDS
+    for tokens in (64, 512) if size is FULL else (3,):
+        row = size.rank * 2 + 4
+        moved = 2 * tokens * heads * row
+        sets = bench.rotated(moved)
+        outs = [bench.normal(tokens, heads, size.rank) for _ in range(sets)]
+        lses = [bench.normal(tokens, heads, dtype=torch.float32) for _ in range(sets)]
+        wires = [pack_partials(o, lse, SHARDS) for o, lse in zip(outs, lses, strict=True)]
+        setting = {"tokens": tokens, "heads": heads, "shards": SHARDS}
+        packs = [_pack(*each) for each in zip(outs, lses, wires, strict=True)]
+        bench.add("pack", setting, bench.seconds(packs), moved)
+        local = bench.normal(tokens, own, size.rank), bench.normal(tokens, own, dtype=torch.float32)
+        merged = torch.empty_like(local[0]), torch.empty_like(local[1])
+        moved = tokens * own * row * (SHARDS + 2)
+        merges = [_merge(unpack_partials(wire), local, merged) for wire in wires]
+        bench.add("merge", setting, bench.seconds(merges), moved)
+        weights = [bench.normal(own, size.rank, size.v) for _ in range(sets)]
+        result = local[0].new_empty(tokens, own * size.v)
+        moved = local[0].nbytes + weights[0].nbytes + result.nbytes
+        flops = 2 * tokens * own * size.rank * size.v
+        projections = [_v_up(local[0], weight, result) for weight in weights]
+        bench.add("V-up", setting, bench.seconds(projections), moved, flops)
+
+
+def _pack(out: torch.Tensor, lse: torch.Tensor, wire: torch.Tensor) -> Callable[[], object]:
+    return lambda: pack_partials(out, lse, SHARDS, packed=wire)
+
+
+def _merge(
+    received: tuple[torch.Tensor, torch.Tensor],
+    local: tuple[torch.Tensor, torch.Tensor],
+    out: tuple[torch.Tensor, torch.Tensor],
+) -> Callable[[], object]:
+    return lambda: merge_partials(*received, *local, out=out)
+
+
+def _v_up(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
+    return lambda: v_up(x, weight, out=out)
+
+
+class VirtualGroup:
+    """Stands for rank 0 of N where the others are not there."""
+
+    def size(self) -> int:
+        return SHARDS
+
+    def rank(self) -> int:
+        return 0
+
+
+class VirtualStep(DecodeStep):
+    """A step whose collectives are copies of the same bytes on the main stream."""
+
+    def gather_queries(self) -> None:
+        take, width = self.buffers.take, self.dims.latent_width
+        shape = self.world_size, self.tokens, self.own_heads
+        received = take("queries_by_rank", *shape, width, dtype=self.dtype)
+        received[..., : self.dims.kv_lora_rank] = self.inputs.q_nope
+        received[..., self.dims.kv_lora_rank :] = self.inputs.q_pe
+        every = take("queries", self.tokens, self.all_heads, width, dtype=self.dtype)
+        every.view(self.tokens, *shape[::2], width).copy_(received.transpose(0, 1))
+        rank = self.dims.kv_lora_rank
+        self.q_nope, self.q_pe = every[..., :rank], every[..., rank:]
+
+    def exchange_history(self) -> None:
+        self._exchange(self.sent[0], self.dtype)
+
+    def exchange_history_converted(self) -> None:
+        self._exchange(self.sent[0].float(), torch.float32)
+
+    def _exchange(self, out: torch.Tensor, dtype: torch.dtype) -> None:
+        send, receive = self._wire(dtype)
+        pack_partials(out, self.sent[1], self.world_size, packed=send)
+        receive.copy_(send)
+        self.received = unpack_partials(receive)
+
+
+def time_step(bench: Bench) -> None:
+    """One rank of N with the copy exchange: three schedules, given by the host and as a graph."""
+    size, heads = bench.size, max(bench.size.heads) // SHARDS
+    for batch, context in ((16, 65536), (64, 16384)) if size is FULL else ((2, 100),):
+        local = context // SHARDS
+        paged = Paged(bench, heads * SHARDS, batch, local, 1, torch.bfloat16)
+        width = size.rank + size.rope
+        query, current = bench.normal(batch, heads, width), bench.normal(batch, width)
+        inputs = StepInputs(
+            query[..., : size.rank], query[..., size.rank :],
+            current[:, : size.rank], current[:, size.rank :],
+            paged.cache, paged.batches[0], bench.normal(heads, size.rank, size.v),
+        )  # fmt: skip
+        output = query.new_empty(batch, heads * size.v)
+        group: Any = VirtualGroup()
+        step = VirtualStep(bench.dims(heads), group, inputs, Buffers(bench.device), output)
+        keys, every = batch * local, heads * SHARDS
+        moved = keys * width * 2 + 4 * batch * every * (size.rank * 2 + 4)
+        flops = 2 * every * (size.rank + width) * keys
+        for schedule in Schedule:
+
+            def run(schedule: Schedule = schedule, step: DecodeStep = step) -> None:
+                RUN[schedule](step, streams_for(bench.device))
+
+            setting = {"batch": batch, "context": context, "schedule": schedule.value}
+            bench.add("step, copy exchange", setting, bench.replay_seconds(run), moved, flops)
+            graph = repeatable(bench.device, run)
+            bench.add("step graph, copy exch.", setting, bench.replay_seconds(graph), moved, flops)
+
+
+def described(device: torch.device) -> dict[str, str]:
+    name = platform.processor()
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name = f"{properties.name}, sm_{properties.major}{properties.minor}"
+    return {
+        "device": name,
+        "provider": getattr(provider_for(device), "__name__", ""),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+    }
+
+
+def sections() -> Iterator[Callable[[Bench], None]]:
+    yield from (
+        check_attention, check_step, rates, time_small_kernels, time_step, time_attention
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Check and time every kernel on one device.")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, seconds")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/device.json"))
+    options = parser.parse_args()
+    begin = time.time()
+    device = torch.device(options.device)
+    bench = Bench(device, QUICK if options.quick else FULL)
+    with torch.no_grad():
+        for section in sections():
+            section(bench)
+    content = {
+        "benchmark": "device",
+        "quick": options.quick,
+        "seconds": time.time() - begin,
+        "machine": described(device),
+        "copy_bytes_per_second": bench.copy_rate,
+        "matrix_flops_per_second": bench.matrix_rate,
+        "checks": bench.checks,
+        "failed": bench.failed,
+        "timings": [asdict(timing) for timing in bench.timings],
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"\n{'kernel':<22} {'setting':<44} {'time':>13}{'floor':>13}  of floor")
+    for timing in bench.timings:
+        print(line(timing))
+    print(f"{len(bench.checks)} checks, failed: {', '.join(bench.failed) or 'none'}")
+    print(f"{options.out} ({content['seconds']:.0f} s)")
+    raise SystemExit(1 if bench.failed else 0)
+
+
+if __name__ == "__main__":
+    main()
