@@ -3,7 +3,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test clean
+VLLM_BIN := .venv-vllm/bin
+VLLM_INSTALLED := .venv-vllm/installed
+
+.PHONY: demo test test-vllm clean
 
 demo: $(INSTALLED)
 	$(BIN)/anabranch generate --model embedded --dcp 2 --prompt-file examples/ledger.txt
@@ -21,5 +24,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
+# vLLM's requirements contradict those of the rest (it wants an older Transformers), so it has
+# an environment of its own, where the package is installed without its dependencies.
+test-vllm: $(VLLM_INSTALLED)
+	$(VLLM_BIN)/pytest tests/vllm
+
+$(VLLM_INSTALLED): pyproject.toml constraints.txt tests/vllm/install.py
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet torch==2.13.0 packaging
+	$(VLLM_BIN)/python tests/vllm/install.py 0.32.0
+	$(VLLM_BIN)/python -m pip install --quiet pytest hypothesis
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps -e .
+	touch $@
+
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-vllm

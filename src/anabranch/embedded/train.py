@@ -132,6 +132,9 @@ def build_config() -> DeepseekV3Config:
         n_group=1,
         topk_group=1,
         routed_scaling_factor=1.0,
+        # What Transformers does with V3 in any case; vLLM wants to be told.
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
         num_mtp_layers=0,
         max_position_embeddings=16384,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
