@@ -34,7 +34,7 @@ CASES = {
     ),
     "schedule": (
         {"additional_config": {"anabranch": {"schedule": "fast"}}},
-        "one of serial, comm_stream, overlap, got 'fast'",
+        "one of serial, comm_stream, overlap, auto, got 'fast'",
     ),
     "speculation": (
         {"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}},

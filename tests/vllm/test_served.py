@@ -122,8 +122,11 @@ def test_interleave_speculation_preemption_and_another_schedule(
         assert_same(answer, greedy(reference, prompt, COUNT), reference, prompt)
 
 
-def test_bfloat16_and_compilation(checkpoint: Callable[..., Path]) -> None:
-    """In half precision tokens may differ: the first ones, with clear margins, must not."""
+def test_bfloat16_in_a_traced_model(checkpoint: Callable[..., Path]) -> None:
+    """In half precision tokens may differ: the first one must be among the best of float32.
+
+    The model is traced as it is for compilation, but compiled to nothing, which saves minutes.
+    """
     model = checkpoint("v3_dense")
     prompts = PROMPTS[10:20]
     served = serve(
@@ -131,6 +134,7 @@ def test_bfloat16_and_compilation(checkpoint: Callable[..., Path]) -> None:
         [[request(prompt, 1) for prompt in prompts]],
         dtype="bfloat16",
         enforce_eager=False,
+        environment={"VLLM_CPU_CI_ENV": "1"},
         **TWO_RANKS,
     )
     reference = Reference(model)

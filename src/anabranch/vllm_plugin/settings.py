@@ -9,16 +9,18 @@ from typing import Any
 from anabranch.schedules import Schedule
 
 KEY = "anabranch"
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class Settings:
     """`--additional-config '{"anabranch": {"schedule": "serial"}}'`.
 
-    - `schedule`: of the decode steps; see `anabranch.schedules`.
+    - `schedule`: of the decode steps; see `anabranch.schedules`. None (`"auto"`): for each step
+      the one that pays.
     """
 
-    schedule: Schedule = Schedule.OVERLAP
+    schedule: Schedule | None = Schedule.OVERLAP
 
 
 def read_settings(additional_config: object) -> Settings:
@@ -33,10 +35,10 @@ def read_settings(additional_config: object) -> Settings:
         )
     if "schedule" not in given:
         return Settings()
-    names = [schedule.value for schedule in Schedule]
-    if given["schedule"] not in names:
+    schedules = {schedule.value: schedule for schedule in Schedule} | {AUTO: None}
+    if given["schedule"] not in schedules:
         raise ValueError(
-            f'additional_config["{KEY}"]["schedule"] must be one of {", ".join(names)}, '
+            f'additional_config["{KEY}"]["schedule"] must be one of {", ".join(schedules)}, '
             f"got {given['schedule']!r}"
         )
-    return Settings(Schedule(given["schedule"]))
+    return Settings(schedules[given["schedule"]])
