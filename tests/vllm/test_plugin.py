@@ -14,8 +14,6 @@ from anabranch.vllm_plugin.settings import Settings, read_settings
 from problem import Problem, dims, relative_error
 from ranks import Ranks, rank_group
 
-SCHEDULES = [*Schedule, None]
-
 
 def latent_step(problem: Problem, interleave: int) -> list[torch.Tensor]:
     """The step as an engine runs it: all tokens stored before, batch from total lengths."""
@@ -46,7 +44,7 @@ def latent_step(problem: Problem, interleave: int) -> list[torch.Tensor]:
     )  # fmt: skip
     buffers = Buffers(torch.device("cpu"))
     return [
-        LatentDecoder(local, rank_group(), schedule, buffers).step(inputs) for schedule in SCHEDULES
+        LatentDecoder(local, rank_group(), schedule, buffers).step(inputs) for schedule in Schedule
     ]
 
 
@@ -69,7 +67,7 @@ def test_settings_are_read_and_mistakes_are_named() -> None:
     assert read_settings({}) == Settings(Schedule.OVERLAP)
     assert read_settings(None) == Settings(Schedule.OVERLAP)
     assert read_settings({"anabranch": {"schedule": "serial"}}).schedule is Schedule.SERIAL
-    assert read_settings({"anabranch": {"schedule": "auto"}}).schedule is None
+    assert read_settings({"anabranch": {"schedule": "auto"}}).schedule is Schedule.AUTO
     with pytest.raises(ValueError, match="one of serial, comm_stream, overlap, auto, got 'fast'"):
         read_settings({"anabranch": {"schedule": "fast"}})
     with pytest.raises(ValueError, match="unknown settings: speed"):

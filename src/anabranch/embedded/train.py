@@ -112,7 +112,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_config() -> DeepseekV3Config:
-    return DeepseekV3Config(
+    config = DeepseekV3Config(
         vocab_size=len(IDS),
         hidden_size=128,
         intermediate_size=256,
@@ -132,9 +132,6 @@ def build_config() -> DeepseekV3Config:
         n_group=1,
         topk_group=1,
         routed_scaling_factor=1.0,
-        # What Transformers does with V3 in any case; vLLM wants to be told.
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
         num_mtp_layers=0,
         max_position_embeddings=16384,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -143,6 +140,9 @@ def build_config() -> DeepseekV3Config:
         bos_token_id=IDS[BOS],
         eos_token_id=IDS[EOS],
     )
+    # What Transformers does with V3 in any case; vLLM wants to be told.
+    config.update({"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
+    return config
 
 
 def draw_sequence(rng: random.Random, records: int, stage: Stage) -> tuple[list[int], list[int]]:

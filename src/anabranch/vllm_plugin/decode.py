@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from anabranch.cache import DecodeBatch
 from anabranch.geometry import MLADims, ShardLayout
-from anabranch.schedules import RUN, Schedule, choose
+from anabranch.schedules import RUN, Schedule
 from anabranch.step import Buffers, DecodeStep, StepInputs
 from anabranch.streams import streams_for
 
@@ -47,16 +47,13 @@ class LatentStep(DecodeStep):
 
 
 class LatentDecoder:
-    """Runs latent steps on one rank, under `schedule`, or for None under the one that pays.
-
-    One set of buffers may serve all layers of a model.
-    """
+    """Runs latent steps on one rank; one set of buffers may serve all layers of a model."""
 
     def __init__(
         self,
         dims: MLADims,
         group: dist.ProcessGroup | None,
-        schedule: Schedule | None,
+        schedule: Schedule,
         buffers: Buffers,
     ) -> None:
         self.dims, self.group, self.schedule = dims, group, schedule
@@ -72,7 +69,7 @@ class LatentDecoder:
         tokens, heads, rank = inputs.q_nope.shape
         output = inputs.q_nope.new_empty(tokens, heads * rank)
         step = LatentStep(self.dims, self.group, inputs, self._buffers, output)
-        RUN[self.schedule or choose(step, self._streams)](step, self._streams)
+        RUN[self.schedule](step, self._streams)
         return output.view(tokens, heads, rank)
 
 

@@ -9,18 +9,16 @@ from typing import Any
 from anabranch.schedules import Schedule
 
 KEY = "anabranch"
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class Settings:
     """`--additional-config '{"anabranch": {"schedule": "serial"}}'`.
 
-    - `schedule`: of the decode steps; see `anabranch.schedules`. None (`"auto"`): for each step
-      the one that pays.
+    - `schedule`: of the decode steps; see `anabranch.schedules`.
     """
 
-    schedule: Schedule | None = Schedule.OVERLAP
+    schedule: Schedule = Schedule.OVERLAP
 
 
 def read_settings(additional_config: object) -> Settings:
@@ -35,7 +33,7 @@ def read_settings(additional_config: object) -> Settings:
         )
     if "schedule" not in given:
         return Settings()
-    schedules = {schedule.value: schedule for schedule in Schedule} | {AUTO: None}
+    schedules = {schedule.value: schedule for schedule in Schedule}
     if given["schedule"] not in schedules:
         raise ValueError(
             f'additional_config["{KEY}"]["schedule"] must be one of {", ".join(schedules)}, '
