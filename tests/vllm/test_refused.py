@@ -24,6 +24,7 @@ for case in json.loads(sys.argv[1]):
     except Exception as error:
         print("REFUSED", str(error).replace("\\n", " "))
 """
+MODEL = "the checkpoint"
 SHARDED = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 CASES = {
     "fp8": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be auto or the model's float32"),
@@ -37,8 +38,14 @@ CASES = {
         "one of serial, comm_stream, overlap, auto, got 'fast'",
     ),
     "speculation": (
-        {"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}},
-        "speculative method must be one of ngram, got suffix",
+        {
+            "speculative_config": {
+                "method": "draft_model",
+                "model": MODEL,
+                "num_speculative_tokens": 2,
+            }
+        },
+        "speculative method must be one of ngram, got draft_model",
     ),
     "connector": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
@@ -55,11 +62,16 @@ ACCEPTED = {
 @pytest.fixture(scope="module")
 def verdicts(checkpoint: Callable[..., Path]) -> dict[str, str]:
     """What vLLM says to each case, all configured in one process."""
-    common = {"model": str(checkpoint("v3")), "skip_tokenizer_init": True, "dtype": "float32"}
+    common = {"model": MODEL, "skip_tokenizer_init": True, "dtype": "float32"}
     cases = {name: options for name, (options, _) in CASES.items()} | ACCEPTED
     arguments = [common | SHARDED | options for options in cases.values()]
     done = subprocess.run(
-        [sys.executable, "-c", CONFIGURE, json.dumps(arguments)],
+        [
+            sys.executable,
+            "-c",
+            CONFIGURE,
+            json.dumps(arguments).replace(MODEL, str(checkpoint("v3"))),
+        ],
         capture_output=True,
         text=True,
         env=os.environ | ENVIRONMENT,

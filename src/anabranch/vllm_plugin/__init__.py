@@ -15,7 +15,7 @@ import logging
 
 from anabranch.vllm_plugin.versions import unsupported_version
 
-PLATFORM = "anabranch.vllm_plugin.platform.AnabranchCpuPlatform"
+PLATFORM = "anabranch.vllm_plugin.cpu_platform.AnabranchCpuPlatform"
 BACKEND = "anabranch.vllm_plugin.backend.MLABackend"
 _logger = logging.getLogger("vllm.anabranch")  # vLLM shows what is logged below `vllm`
 
