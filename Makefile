@@ -4,8 +4,9 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 TRITON := .venv-triton/bin
+VLLM := .venv-vllm/bin
 
-.PHONY: demo test test-triton clean
+.PHONY: demo test test-triton test-vllm clean
 
 demo: $(INSTALLED)
 	$(BIN)/anabranch generate --model embedded --dcp 2 --prompt-file examples/ledger.txt
@@ -33,5 +34,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(TRITON)/python -m pip install --quiet --no-deps -e .
 	touch $@
 
+# vLLM's requirements contradict those of the rest (it wants an older Transformers), so it has
+# an environment of its own, where the package is installed without its dependencies.
+test-vllm: .venv-vllm/installed
+	$(VLLM)/pytest tests/vllm
+
+.venv-vllm/installed: pyproject.toml constraints.txt tests/vllm/install.py
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM)/python -m pip install --quiet torch==2.13.0 packaging
+	$(VLLM)/python tests/vllm/install.py 0.32.0
+	$(VLLM)/python -m pip install --quiet pytest hypothesis
+	$(VLLM)/python -m pip install --quiet --no-deps -e .
+	touch $@
+
 clean:
-	rm -rf .venv .venv-triton
+	rm -rf .venv .venv-triton .venv-vllm

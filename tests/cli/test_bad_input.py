@@ -43,7 +43,8 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "schedule": (
         ("generate", "--schedule", "fast", *PROMPT),
-        "Invalid value for '--schedule': must be serial or comm_stream or overlap or auto, got fast",
+        "Invalid value for '--schedule': "
+        "must be serial or comm_stream or overlap or auto, got fast",
     ),
     "empty prompt": (
         ("generate", "--prompt", "w", "--prompt", " "),

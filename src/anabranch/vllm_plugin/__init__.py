@@ -1,0 +1,56 @@
+"""Anabranch as a plugin of vLLM: MLA models served under decode context parallelism on CPU.
+
+vLLM finds the two functions below by their entry points, in every process it starts:
+
+    vllm.platform_plugins  `platform`  names the platform class, before anything is configured
+    vllm.general_plugins   `register`  makes the attention backend known by name, `CUSTOM`
+
+`docs/vllm.md` says how to use it, what is supported and what vLLM itself does around it.
+Importing this package imports no vLLM; its modules do.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from anabranch.vllm_plugin.versions import unsupported_version
+
+PLATFORM = "anabranch.vllm_plugin.cpu_platform.AnabranchCpuPlatform"
+BACKEND = "anabranch.vllm_plugin.backend.MLABackend"
+_logger = logging.getLogger("vllm.anabranch")  # vLLM shows what is logged below `vllm`
+
+
+def platform() -> str | None:
+    """Name of the platform class, or None where vLLM's own choice stands.
+
+    Only vLLM's plain CPU platform is extended: on any other, and for versions of vLLM that
+    this plugin does not know, it stays out of the way.
+    """
+    if unsupported_version() is not None:
+        return None
+    from vllm.platforms import cpu_platform_plugin
+
+    return PLATFORM if cpu_platform_plugin() == "vllm.platforms.cpu.CpuPlatform" else None
+
+
+def register() -> None:
+    """Register the attention backend, or say in one warning why it stays off."""
+    problem = unsupported_version() or _unsupported_platform()
+    if problem is not None:
+        _logger.warning("The anabranch plugin stays off: %s", problem)
+        return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+
+
+def _unsupported_platform() -> str | None:
+    from vllm.platforms import current_platform
+
+    name = f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
+    if name == PLATFORM:
+        return None
+    return (
+        f"it serves vLLM's CPU platform, and this is {name}. On a CPU, VLLM_TARGET_DEVICE must "
+        "not be set (with it vLLM ignores platform plugins), and zentorch must be absent."
+    )

@@ -1,0 +1,42 @@
+"""What a user may set, in vLLM's `additional_config` under the key `anabranch`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from anabranch.schedules import Schedule
+
+KEY = "anabranch"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`--additional-config '{"anabranch": {"schedule": "serial"}}'`.
+
+    - `schedule`: of the decode steps; see `anabranch.schedules`.
+    """
+
+    schedule: Schedule = Schedule.OVERLAP
+
+
+def read_settings(additional_config: object) -> Settings:
+    """Settings from vLLM's `additional_config`. Raises ValueError for what is not known."""
+    given: Any = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f'additional_config["{KEY}"] must be a mapping, got {given!r}')
+    unknown = sorted(set(given) - {"schedule"})
+    if unknown:
+        raise ValueError(
+            f'additional_config["{KEY}"] has unknown settings: {", ".join(map(str, unknown))}'
+        )
+    if "schedule" not in given:
+        return Settings()
+    schedules = {schedule.value: schedule for schedule in Schedule}
+    if given["schedule"] not in schedules:
+        raise ValueError(
+            f'additional_config["{KEY}"]["schedule"] must be one of {", ".join(schedules)}, '
+            f"got {given['schedule']!r}"
+        )
+    return Settings(schedules[given["schedule"]])

@@ -1,0 +1,37 @@
+"""Engines are started once a session; tests that need vLLM are skipped where it is absent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make
+
+from anabranch.vllm_plugin.versions import installed_version
+
+if installed_version() is None:
+    collect_ignore = ["test_adaptations.py", "test_refused.py", "test_server.py", "test_served.py"]
+
+
+# vLLM's CPU kernels for experts want multiples of 32; and how experts are chosen, which
+# Transformers takes for granted in V3, vLLM reads from the configuration.
+HIDDEN = {"hidden_size": 64}
+V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint(case, **settings)`: directory of that checkpoint; see `checkpoints.make`."""
+    known: dict[Any, Path] = {}
+
+    def get(case: str, **settings: Any) -> Path:
+        key = (case, *sorted(settings.items()))
+        if key not in known:
+            folder = tmp_path_factory.mktemp(case)
+            routing = V3 if case.startswith("v3") else {}
+            known[key] = make(case, folder, **HIDDEN, **routing, **settings)
+        return known[key]
+
+    return get

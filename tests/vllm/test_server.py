@@ -1,0 +1,127 @@
+"""The OpenAI server with the embedded model, asked by the real client; then a worker dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+from reference import Reference
+from serving import ENVIRONMENT, greedy
+from transformers import AutoTokenizer
+
+from anabranch.embedded import embedded_path, task
+
+START_SECONDS = 600
+END_SECONDS = 30
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def workers(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if "Worker" in " ".join(child.cmdline())]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(embedded_path()), "--served-model-name", "embedded",
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+        "--tensor-parallel-size", "2", "--decode-context-parallel-size", "2",
+        "--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "16",
+        "--kv-cache-memory-bytes", str(64 << 20), "--gpu-memory-utilization", "0.1",
+    ]  # fmt: skip
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=os.environ | ENVIRONMENT
+        )
+    started = Server(process, f"http://127.0.0.1:{port}", log)
+    try:
+        _wait_until_ready(started)
+        yield started
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _wait_until_ready(server: Server) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        assert server.process.poll() is None, server.log.read_text()[-20000:]
+        try:
+            server.client.models.list()
+            return
+        except openai.APIConnectionError:
+            time.sleep(1)
+    raise AssertionError(server.log.read_text()[-20000:])
+
+
+def ask(server: Server, prompt: str, count: int) -> str:
+    completion = server.client.completions.create(
+        model="embedded", prompt=prompt, max_tokens=count, temperature=0
+    )
+    return completion.choices[0].text
+
+
+def test_answers_are_right_and_those_of_transformers(server: Server) -> None:
+    problems = [task.problems(1, length, seed=length)[0] for length in (60, 200, 600, 1500, 3000)]
+    with ThreadPoolExecutor(len(problems)) as pool:
+        answers = list(pool.map(lambda p: ask(server, p.prompt, task.ANSWER_TOKENS + 2), problems))
+    correct = [task.is_correct(p, answer) for p, answer in zip(problems, answers, strict=True)]
+    assert sum(correct) >= len(problems) - 1, list(zip(problems, answers, strict=True))
+    tokenizer = AutoTokenizer.from_pretrained(embedded_path())
+    reference = Reference(embedded_path())
+    for problem, answer in zip(problems[:3], answers, strict=False):
+        ids = tokenizer(problem.prompt)["input_ids"]
+        expected = greedy(reference, ids, task.ANSWER_TOKENS + 2)
+        end = expected.index(tokenizer.eos_token_id)
+        assert answer == tokenizer.decode(expected[:end])
+
+
+def test_a_killed_worker_ends_the_server(server: Server) -> None:
+    """Requests fail, and the server is gone: nothing waits for the rank that is no more."""
+    workers = server.workers()
+    assert len(workers) == 2, workers
+    with ThreadPoolExecutor(1) as pool:
+        prompt = task.problems(1, 600, seed=1)[0].prompt
+        pending = pool.submit(
+            server.client.completions.create,
+            model="embedded", prompt=prompt, max_tokens=3000, temperature=0,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        time.sleep(3)
+        assert not pending.done()
+        killed = time.monotonic()
+        random.Random(0).choice(workers).send_signal(signal.SIGKILL)
+        with pytest.raises(openai.APIError):
+            pending.result(END_SECONDS)
+        server.process.wait(END_SECONDS - (time.monotonic() - killed))
+    assert server.process.returncode != 0
