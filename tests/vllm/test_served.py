@@ -80,7 +80,8 @@ def test_a_cached_prefix_gives_the_same_tokens(v3_served: Served) -> None:
 def test_tokens_are_those_of_vllm_without_the_plugin(
     v3: Path, v3_served: Served, v3_upstream: Served
 ) -> None:
-    assert "anabranch" not in v3_upstream.log
+    assert "anabranch serves MLA" in v3_served.log
+    assert "anabranch serves MLA" not in v3_upstream.log
     check(v3_served.batches[0], [answer.tokens for answer in v3_upstream.batches[0]], v3)
 
 
