@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from typing import NamedTuple
@@ -30,6 +31,8 @@ def start(
         stderr=stderr,
         text=True,
         start_new_session=True,
+        # A shell that starts the tests in the background makes all below it deaf to Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         env=os.environ | (environment or {}),
     )
 
