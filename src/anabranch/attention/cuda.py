@@ -196,9 +196,11 @@ def tile_for(rows: int, rank: int, dtype: torch.dtype, chip: Chip) -> Tile:
     height = min(max(16, next_power_of_2(rows)), MOST_ROWS, most)
     if dtype == torch.float32:
         return Tile(min(height, 16), 16, 4, 2)
-    if height == 64:
-        return Tile(64, 32, 8, 2)
-    return Tile(height, 32, 4, 3)
+    if height == MOST_ROWS:
+        # sm_80 has shared memory for 32 keys; later chips want 64, so that the products are wide.
+        return Tile(height, 32 if chip.capability < (9, 0) else 64, 8, 2)
+    # Five stages: the block table, then two tiles of keys on their way.
+    return Tile(height, 32, 4 if height == 16 else 8, 5)
 
 
 def _run(
