@@ -283,7 +283,10 @@ class Sanitizer:
         first, second = sorted((earlier, use), key=lambda one: one.task.serial)
         # What the later task reads it wants from the earlier, unless it wrote that itself.
         rewritten = any(
-            one.task is second.task and one.writes and overlap(one.region, second.region)
+            one is not second
+            and one.task is second.task
+            and one.writes
+            and overlap(one.region, second.region)
             for one in memory.uses.values()
         )
         if not (first.writes and second.reads) or rewritten:
