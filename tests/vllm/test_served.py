@@ -11,10 +11,9 @@ from reference import Reference
 from serving import (
     TWO_RANKS,
     WITHOUT_PLUGIN,
-    Answer,
     Served,
+    assert_greedy,
     assert_same,
-    greedy,
     request,
     serve,
 )
@@ -32,12 +31,6 @@ CHUNK = 256
 @pytest.fixture(scope="module")
 def v3(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint("v3", **UPSTREAM_DIMS)
-
-
-@pytest.fixture(scope="module")
-def v3_answers(v3: Path) -> list[list[int]]:
-    model = Reference(v3)
-    return [greedy(model, prompt, COUNT) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +53,10 @@ def v3_upstream(v3: Path) -> Served:
     )
 
 
-def check(answers: list[Answer], expected: list[list[int]], model: Path) -> None:
-    reference = Reference(model)
-    for answer, theirs, prompt in zip(answers, expected, PROMPTS, strict=False):
-        assert_same(answer, theirs, reference, prompt)
-
-
-def test_tokens_are_those_of_transformers(
-    v3: Path, v3_served: Served, v3_answers: list[list[int]]
-) -> None:
-    check(v3_served.batches[0], v3_answers, v3)
+def test_tokens_are_those_of_transformers(v3: Path, v3_served: Served) -> None:
+    model = Reference(v3)
+    for answer, prompt in zip(v3_served.batches[0], PROMPTS, strict=True):
+        assert_greedy(answer, prompt, model)
 
 
 def test_a_cached_prefix_gives_the_same_tokens(v3_served: Served) -> None:
@@ -78,11 +65,14 @@ def test_a_cached_prefix_gives_the_same_tokens(v3_served: Served) -> None:
 
 
 def test_tokens_are_those_of_vllm_without_the_plugin(
-    v3: Path, v3_served: Served, v3_upstream: Served
+    v3_served: Served, v3_upstream: Served
 ) -> None:
     assert "anabranch serves MLA" in v3_served.log
     assert "anabranch serves MLA" not in v3_upstream.log
-    check(v3_served.batches[0], [answer.tokens for answer in v3_upstream.batches[0]], v3)
+    for ours, theirs, prompt in zip(
+        v3_served.batches[0], v3_upstream.batches[0], PROMPTS, strict=True
+    ):
+        assert_same(ours, theirs, prompt)
 
 
 def test_two_ranks_hold_twice_the_tokens(v3_served: Served, v3_upstream: Served) -> None:
@@ -120,7 +110,7 @@ def test_interleave_speculation_preemption_and_another_schedule(
     assert served.counters["vllm:num_preemptions"] > 0
     assert max(map(len, prompts)) > served.cache_tokens / 2
     for answer, prompt in zip(served.batches[0], prompts, strict=True):
-        assert_same(answer, greedy(reference, prompt, COUNT), reference, prompt)
+        assert_greedy(answer, prompt, reference)
 
 
 def test_bfloat16_in_a_traced_model(checkpoint: Callable[..., Path]) -> None:
