@@ -45,7 +45,7 @@ CASES = {
                 "num_speculative_tokens": 2,
             }
         },
-        "speculative method must be one of ngram, got draft_model",
+        "speculative method must be one of ngram, got mtp",  # what vLLM makes of such a draft
     ),
     "connector": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
