@@ -12,6 +12,8 @@ import torch
 from anabranch import native
 from anabranch.streams import launch
 
+SHARE_FLOPS = 10_000_000  # what is worth another thread
+
 
 def v_up(
     x: torch.Tensor,
@@ -91,11 +93,14 @@ def _product(
         arguments = (
             x.data_ptr(), x.stride(1), x.stride(0), w.data_ptr(), w.stride(0), w.stride(1),
             out.data_ptr(), out.stride(1), out.stride(0), tokens, heads, rank, width,
-            native.DTYPES[x.dtype], threads, workspace.data_ptr(), library.sgemm,
+            native.DTYPES[x.dtype], workspace.data_ptr(), library.sgemm, library.limit,
         )  # fmt: skip
+        shares = min(threads, heads, 1 + 2 * x.numel() * width // SHARE_FLOPS)
         launch(
             "anabranch_v_up",
-            lambda: library.kernels.anabranch_v_up(*arguments),
+            lambda: native.in_shares(
+                lambda share: library.kernels.anabranch_v_up(*arguments, share, shares), shares
+            ),
             reads=(x, w),
             writes=(out, workspace),
         )
