@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from problem import Problem, dims
 
 from anabranch import AttentionKind, ShardLayout, native, partial_attention
+from problem import Problem, dims
 
 
 @pytest.mark.parametrize("shares", [1, 2, 7])
