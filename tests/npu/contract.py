@@ -203,7 +203,8 @@ def check_fia(version: str, call: dict[str, Any]) -> tuple[Sequences, list[int]]
     several = max(counts) > 1 if layout == "TND" else query.shape[1 + (layout == "BNSD")] > 1
     if layout == "TND" or several:
         demand(all(1 <= n <= 16 for n in counts), "tokens of a sequence", counts)
-    dense = table is None and _contract.cann >= "9.1" and layout == "TND"
+    version = tuple(map(int, _contract.cann.split(".")))
+    dense = table is None and version >= (9, 1) and layout == "TND"
     if dense:  # of the source, and in no documentation
         ends = call["actual_seq_kvlen"]
         lens = [end - start for start, end in zip([0, *ends], ends, strict=False)]
