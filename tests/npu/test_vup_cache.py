@@ -1,0 +1,145 @@
+"""V-up on both sides of its guard, the cache of two buffers, and which provider serves."""
+
+from __future__ import annotations
+
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from contract import BMM
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from on_npu import on_npu
+
+from anabranch import LatentCache, ShardLayout, v_up
+from anabranch.attention import _provider, npu, provider_for, reference
+from anabranch.vup import v_up_transposed, within_npu_limit
+from problem import TOLERANCE, dims, poison, relative_error
+
+
+@pytest.mark.parametrize(
+    ("product", "fused"), [(0, False), (1, True), (65535, True), (65536, False)]
+)
+def test_the_guard_of_the_fused_product(product: int, fused: bool) -> None:
+    assert within_npu_limit(product, 1) is fused
+    assert within_npu_limit(1, product) is fused
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([0, 1, 3, 17]),
+    st.sampled_from([(4, 128, 128), (16, 512, 128), (127, 512, 128), (128, 512, 128), (3, 33, 7)]),
+    st.sampled_from(list(TOLERANCE)),
+    st.sampled_from(["contiguous", "transposed weight", "sliced rows"]),
+    st.booleans(),
+)
+def test_both_sides_of_the_guard_agree_with_float64(
+    tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype, layout: str, given_out: bool
+) -> None:
+    heads, rank, width = sizes
+    random = torch.Generator().manual_seed(tokens + heads)
+    x = torch.randn(tokens, heads, rank + 2, generator=random).to(dtype)
+    x = x[..., 1:-1] if layout == "sliced rows" else x[..., 2:].contiguous()
+    weight = torch.randn(heads, rank, width, generator=random).to(dtype)
+    if layout == "transposed weight":
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    out = torch.full((tokens, heads * width), torch.nan, dtype=dtype) if given_out else None
+    expected = torch.einsum("thl,hlv->thv", x.double(), weight.double()).flatten(1)
+    with on_npu() as seen:
+        result = v_up(x, weight, out=out)
+        moved = v_up_transposed(x, weight)
+    assert out is None or result is out
+    for each in (result, moved):
+        assert relative_error(each, expected) < TOLERANCE[dtype] or tokens == 0
+    fits = heads * rank < 65536 and rank % 128 == 0 and tokens > 0
+    assert seen.names == ([BMM] if fits and layout == "contiguous" else [])
+    for _, call in seen.calls:
+        assert (call["perm_x1"], call["perm_y"]) == ([1, 0, 2], [1, 0, 2])
+
+
+@given(st.lists(st.integers(-1, 47), max_size=9))
+def test_the_cache_has_two_buffers_and_skips_tokens_of_other_ranks(slots: list[int]) -> None:
+    slots = [slot if slots.index(slot) == row else -1 for row, slot in enumerate(slots)]
+    rows = torch.randn(len(slots), 40)
+    mapping = torch.tensor(slots, dtype=torch.int64)
+    caches = []
+    for one_buffer in (True, False):
+        if one_buffer:
+            cache = LatentCache(3, 16, dims(1), torch.float32)
+        else:
+            with on_npu():
+                cache = LatentCache(3, 16, dims(1), torch.float32)
+        poison(cache.latent, cache.rope)
+        with on_npu():
+            cache.write(rows[:, :32], rows[:, 32:], mapping)
+        caches.append(cache)
+    for pages in ("latent", "rope"):
+        views, apart = (getattr(cache, pages) for cache in caches)
+        assert apart.is_contiguous()
+        assert apart.shape == views.shape
+        assert torch.equal(apart.nan_to_num(7), views.contiguous().nan_to_num(7))
+
+
+def test_lengths_that_are_not_on_the_host_are_refused() -> None:
+    batch = ShardLayout().plan_batch([3], [1], [[0]], 16)
+    with on_npu():
+        cache = LatentCache(1, 16, dims(1, 512, 64), torch.bfloat16)
+    on_device = batch.seq_lens.to("meta")
+    moved = type(batch)(on_device, batch.query_lens, batch.block_table, batch.slot_mapping)
+    with pytest.raises(ValueError, match=r"batch.seq_lens must be on the CPU, .* got meta"):
+        npu.refusal(1, 512, 64, torch.bfloat16, moved, cache)
+
+
+def test_what_plain_pytorch_serves_is_told() -> None:
+    batch = ShardLayout().plan_batch([3], [1], [[0]], 16)
+    cache = LatentCache(1, 16, dims(1, 512, 64), torch.bfloat16)  # one buffer, as on other devices
+    cases = {
+        "dtype must be bfloat16 or float16": (1, 512, 64, torch.float32, batch),
+        "kv_lora_rank must be 512, got 256": (1, 256, 64, torch.float16, batch),
+        "qk_rope_head_dim must be 64, got 32": (1, 512, 32, torch.float16, batch),
+        "heads must be a power of two up to 128, got 20": (20, 512, 64, torch.float16, batch),
+        "cache must be two contiguous buffers": (1, 512, 64, torch.bfloat16, batch, cache),
+        "cache dtype must be that of the query": (1, 512, 64, torch.float16, batch, cache),
+    }
+    for message, given in cases.items():
+        reason = npu.refusal(*given)  # type: ignore[arg-type]
+        assert reason is not None
+        assert reason.startswith(message)
+    assert npu.refusal(1, 512, 64, torch.bfloat16, batch) is None
+    queries = torch.zeros(1, 1, 33), torch.zeros(1, 1, 5), torch.zeros(1, 33), torch.zeros(1, 5)
+    results = torch.empty(1, 1, 33), torch.empty(1, 1)
+    with pytest.warns(UserWarning, match="plain PyTorch serves attention on this NPU: dtype"):
+        npu.current(*queries, batch, 1.0, *results, None)
+
+
+def test_a_workspace_that_is_too_small_is_named() -> None:
+    batch = ShardLayout().plan_batch([0], [1], [[0]], 16)
+    half = torch.bfloat16
+    given = [torch.zeros(*shape, dtype=half) for shape in ((1, 1, 512), (1, 1, 64), (1, 512), (1, 64))]
+    results = torch.empty(1, 1, 512, dtype=half), torch.empty(1, 1)
+    with on_npu():
+        for size in (8, npu._page_bytes(batch, half) + 8):
+            small = torch.empty(size, dtype=torch.uint8)
+            with pytest.raises(ValueError, match="workspace must hold"):
+                npu.current(*given, batch, 1.0, *results, small)
+
+
+def test_the_provider_of_npu_and_what_it_lacks() -> None:
+    assert npu.missing() is None
+    assert provider_for("npu") is npu
+    with mock.patch.dict(sys.modules, {"torch_npu": None}):
+        lacking = npu.missing()
+    assert lacking is not None
+    assert "torch_npu" in lacking
+    with mock.patch.object(npu, "missing", return_value="torch_npu: not installed"):
+        assert _provider.__wrapped__("npu") is reference  # past what it remembers
+
+
+@pytest.mark.parametrize(
+    ("version", "dense"),
+    [("", False), ("8.5.0", False), ("9.0.1", False), ("9.1.0", True), ("9.1.RC1", True),
+     ("10.0", True), ("unknown", False)],
+)  # fmt: skip
+def test_dense_current_is_for_a_cann_that_runs_it(version: str, dense: bool) -> None:
+    assert npu.dense_current(version) is dense
