@@ -79,7 +79,7 @@ class LatentCache:
         Raises ValueError for a slot beyond the cache, except on CUDA and NPU, where nothing is
         read back.
         """
-        if triton_kernels.serve(self.latent.device):
+        if triton_kernels.serve(self.latent.device, slot_mapping.shape[0]):
             from anabranch.triton_kernels import store
 
             store.store_launch(kv_c, k_pe, slot_mapping, self.latent, self.rope, self.scale).run()
