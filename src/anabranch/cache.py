@@ -27,6 +27,8 @@ class LatentCache:
     the whole cache; what lies beyond 448 * scale saturates. Other dtypes have `scale` 1.
     """
 
+    _slots_and_spare: tuple[torch.Tensor, torch.Tensor] | None = None  # flat, of two buffers
+
     def __init__(
         self,
         num_blocks: int,
@@ -43,7 +45,7 @@ class LatentCache:
             latent = torch.empty(*shape, rank, dtype=dtype, device=device)
             rope = torch.empty(*shape, width - rank, dtype=dtype, device=device)
             self._bind(latent[:num_blocks], rope[:num_blocks], scale)
-            self._with_spare = latent.flatten(0, 1), rope.flatten(0, 1)
+            self._slots_and_spare = latent.flatten(0, 1), rope.flatten(0, 1)
         else:
             buffer = torch.empty(num_blocks, block_size, width, dtype=dtype, device=device)
             self._bind(buffer[..., :rank], buffer[..., rank:], scale)
@@ -70,7 +72,6 @@ class LatentCache:
             raise ValueError(f"scale must be positive, and 1 unless FP8, got {scale}")
         self.latent, self.rope, self.scale = latent, rope, scale
         self.num_blocks, self.block_size = latent.shape[0], latent.shape[1]
-        self._with_spare: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def write(self, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store the tokens this rank owns: row t goes to slot `slot_mapping[t]`, -1 is skipped.
@@ -89,11 +90,11 @@ class LatentCache:
         if library is not None and rows and (k_pe.shape[1] < 2 or k_pe.stride(1) == 1):
             self._write_rows(library, kv_c, k_pe, slot_mapping)
             return
-        if self._with_spare is not None:
+        if self._slots_and_spare is not None:
             spare = self.num_blocks * self.block_size
-            slots = torch.where(slot_mapping < 0, spare, slot_mapping)
-            for slots_of, rows in zip(self._with_spare, (kv_c, k_pe), strict=True):
-                slots_of.index_copy_(0, slots, self._stored(rows))
+            targets = torch.where(slot_mapping < 0, spare, slot_mapping)
+            for slots, given in zip(self._slots_and_spare, (kv_c, k_pe), strict=True):
+                slots.index_copy_(0, targets, self._stored(given))
             return
         own = (slot_mapping >= 0).nonzero().squeeze(1)
         slots = slot_mapping[own]

@@ -34,12 +34,16 @@ LIMITS = {
     "head dimension": (DOCS, "query的d只支持512、128"),
     "query heads": (DOCS, "query_rope配置时要求query的s为1-16、n为1/2/4/8/16/32/64/128"),
     "query heads, v1": (DOCS, "query_rope配置时要求query的S为1-16、N为32、64、128, D为512"),
-    "query rope": (DOCS, "query_rope的shape中d为64，其余维度与query一致"),
-    "key": (DOCS, "key_rope配置时要求key的n为1，d为512，keyRope的shape中d为64，其余维度与key一致"),
+    "query rope": (DOCS, "query_rope的shape中d为64, 其余维度与query一致"),
+    "key": (DOCS, "key_rope配置时要求key的n为1, d为512, keyRope的shape中d为64, 其余维度与key一致"),
     "key is value": (DOCS, "key和value的shape需保证一致"),
-    "layout": (DOCS, "input_layout形状支持BSH、BSND、BNSD、BNSD_NBSD、BSND_NBSD、BSH_NBSD、TND、TND_NTD"),
-    "layout, v1": (DOCS, "input_layout形状支持BSH、BSND、BNSD, 当数据格式为NZ时input_layout不支持BNSD"),
-    "pages": (DOCS, "该场景下，必须开启PageAttention，此时block_size支持16、128"),
+    "layout": (
+        DOCS, "input_layout形状支持BSH、BSND、BNSD、BNSD_NBSD、BSND_NBSD、BSH_NBSD、TND、TND_NTD",
+    ),
+    "layout, v1": (
+        DOCS, "input_layout形状支持BSH、BSND、BNSD, 当数据格式为NZ时input_layout不支持BNSD",
+    ),
+    "pages": (DOCS, "该场景下, 必须开启PageAttention, 此时block_size支持16、128"),
     "key layout": (
         DOCS,
         "当query的input_layout为BSH、BSND时, kv cache排布只支持(blocknum, blocksize, H)一种格式",
@@ -48,10 +52,12 @@ LIMITS = {
     "count of lengths": (DOCS, "传入长度大于等于Batch时取seqlenKv的前Batch个数. 其他长度不支持"),
     "count of lengths, TND": (DOCS, "此时actual_seq_kvlen长度等于key/value的batch值"),
     "no negative length": (DOCS, "该参数应为非负数"),
-    "block table": (DOCS, "block_table必须为二维, 第一维长度需等于B, 第二维长度不能小于maxBlockNumPerSeq"),
+    "block table": (
+        DOCS, "block_table必须为二维, 第一维长度需等于B, 第二维长度不能小于maxBlockNumPerSeq",
+    ),
     "block ids": (DOCS, "当前不会对blockid的合法性进行校验, 需用户自行保证"),
     "block table dtype": (DOCS, "block_table: Tensor类型, 数据类型支持int32"),
-    "mask": (DOCS, "Q_S等于1时只支持sparse=0且不传mask，Q_S大于1时只支持sparse=3且传入mask"),
+    "mask": (DOCS, "Q_S等于1时只支持sparse=0且不传mask, Q_S大于1时只支持sparse=3且传入mask"),
     "mask shape": (DOCS, "其中S的值需要固定为2048, 且需要用户保证传入的atten_mask为下三角"),
     "mask dtype": (DOCS, "数据类型支持bool、int8和uint8"),
     "query lengths": (DOCS, "actual_seq_qlen和actual_seq_kvlen必须传入"),
@@ -61,7 +67,7 @@ LIMITS = {
     "batch": (DOCS, "支持B轴小于等于65536"),
     "longest": (DOCS, "支持S轴小于等于262144"),
     "cache size": (DOCS, "参数key、value各自对应tensor的shape所有维度相乘不能超过int32的表示范围"),
-    "workspace": (DOCS, "workspace(可选): 一维Device侧的Input Tensor，数据类型与Query一致"),
+    "workspace": (DOCS, "workspace(可选): 一维Device侧的Input Tensor, 数据类型与Query一致"),
     "batch times K": (FUSION, "K*B must be in range [1, 65536) when perm_x1=[1, 0, 2]"),
     "K and N": (FUSION, "kn_alignment = 128"),
 }  # fmt: skip
@@ -107,13 +113,13 @@ def contract(cann: str = "8.5.0") -> Iterator[Contract]:
 
 
 def documented(limit: str) -> bool:
-    """Whether the wheel has the sentence of `limit`, whatever the spaces."""
+    """Whether the wheel has the sentence of `limit`, whatever its spaces and kinds of comma."""
     import torch_npu
 
     source, sentence = LIMITS[limit]
     text = (Path(torch_npu.__file__).parent / source).read_text()
     # A message of the fusion pass is cut into two strings.
-    plain = "".join(text.replace('"\n', "").replace(' f"', "").split())
+    plain = "".join(text.replace('"\n', "").replace(' f"', "").replace("\uff0c", ",").split())
     return "".join(sentence.replace("65536)", "{max_kb_value})").split()) in plain
 
 
@@ -370,7 +376,9 @@ def install() -> torch.library.Library:
     library = torch.library.Library("npu", "IMPL")
     for name in (V1, V2):
         for overload, function in (
-            (name, fia_functional), (f"{name}.out", fia), (f"_{name}_get_max_workspace", max_workspace),
+            (name, fia_functional),
+            (f"{name}.out", fia),
+            (f"_{name}_get_max_workspace", max_workspace),
         ):  # fmt: skip
             library.impl(overload, _of(function, name), "CPU")
     library.impl(BMM, transpose_batchmatmul, "CPU")

@@ -2,9 +2,9 @@
 
 A stream runs nothing: operators run at once, as the host launches them, and each is noted with the
 stream that was current. A graph holds the operators that ran under its capture and runs them
-again on the same memory. It stops where it waits for an external event that nobody has recorded, and
-goes on when somebody does. An update of a task group replaces the arguments of a captured launch
-and runs nothing.
+again on the same memory. It stops where it waits for an external event that nobody has recorded,
+and goes on when somebody does. An update of a task group replaces the arguments of a captured
+launch and runs nothing.
 """
 
 from __future__ import annotations
@@ -145,10 +145,9 @@ class _Launches(TorchDispatchMode):
             (kernel,) = _device.updating
             kernel.replace(func, args, kwargs)
             return tuple(kernel.results)
-        if _device.group is not None:
-            result = tuple(kwargs["out"])  # a capture runs nothing, and its lengths are not held
-        else:
-            result = func(*args, **kwargs)
+        # A capture runs nothing, and the lengths it is given are not held.
+        held = _device.group is not None
+        result = tuple(kwargs["out"]) if held else func(*args, **kwargs)
         if _device.graph is not None and allocates_only(func):
             result.zero_()  # what is filled in before a replay may be an index
         if not is_view(func) and not allocates_only(func):
@@ -175,7 +174,7 @@ class NPUGraph:
                 yield
 
 
-class graph:  # noqa: N801  as torch.npu has it
+class graph:
     def __init__(
         self,
         npu_graph: NPUGraph,

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
+from contract import Contract, contract
+
 import anabranch.attention
 import anabranch.step
 from anabranch import cache, vup
 from anabranch.attention import npu
-from contract import Contract, contract
 from problem import kernels
 
 

@@ -8,9 +8,9 @@ from contract import V2
 from hypothesis import given, settings
 from on_npu import on_npu
 
-from anabranch import AttentionKind, LatentCache, ShardLayout, merge_partials, partial_attention
+from anabranch import AttentionKind, ShardLayout, merge_partials, partial_attention
 from anabranch.attention import npu
-from problem import TOLERANCE, Problem, dims, layouts_and_problems, poison, relative_error
+from problem import TOLERANCE, Problem, layouts_and_problems, poison, relative_error
 
 WIDE = (512, 64, 128)  # L, R, V of the models that the operator is for
 

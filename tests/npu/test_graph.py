@@ -10,17 +10,17 @@ from unittest import mock
 import miniature
 import pytest
 import torch
-from contract import V2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_npu import on_npu
+from test_step import FIA, arguments, each_schedule, wide
 
 from anabranch import DCPDecoder, LatentCache, Schedule, ShardLayout
 from anabranch.streams import npu_graph
 from problem import Problem, dims, relative_error
-from test_step import FIA, arguments, each_schedule, wide
 
 MOST = 6
+LENS = st.tuples(st.integers(0, 60), st.integers(1, 2))  # cached and new tokens of a sequence
 
 
 class Captured:
@@ -69,7 +69,7 @@ def test_replays_follow_new_lengths(schedule: Schedule, form: str) -> None:
 
 
 @settings(max_examples=15)
-@given(st.lists(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 2)), min_size=1, max_size=3), min_size=4, max_size=4))  # fmt: skip
+@given(st.lists(st.lists(LENS, min_size=1, max_size=3), min_size=4, max_size=4))
 def test_replays_of_several_sizes_share_their_memory(lens: list[list[tuple[int, int]]]) -> None:
     with on_npu(), miniature.miniature():
         problems = [
@@ -88,7 +88,7 @@ def test_without_updates_a_replay_has_the_old_lengths() -> None:
     """The control: what the task groups are for."""
     with (
         on_npu(), miniature.miniature(),
-        mock.patch.object(npu_graph, "capture_into", lambda updates: nullcontext()),
+        mock.patch.object(npu_graph, "capture_into", return_value=nullcontext()),
     ):  # fmt: skip
         # As many blocks as before, so that the table still has them all.
         first, second = wide([81, 17], [1, 1]), wide([90, 30], [1, 1], seed=1)
@@ -129,8 +129,12 @@ def test_the_miniature_has_the_signatures_of_torch_npu(name: str) -> None:
     import torch_npu.npu as real
 
     ours, theirs = getattr(miniature, name), getattr(real, name)
+
+    def parameters(function: Any) -> list[str]:
+        return list(inspect.signature(function).parameters)
+
     if not inspect.isclass(ours):
-        assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
+        assert parameters(ours) == parameters(theirs)
         return
     for method, ours_of in vars(ours).items():
         if not callable(ours_of) or (method.startswith("_") and method != "__init__"):
@@ -138,6 +142,4 @@ def test_the_miniature_has_the_signatures_of_torch_npu(name: str) -> None:
         real_of = getattr(theirs, method)
         if method == "__init__" and "__new__" in vars(theirs):
             real_of = theirs.__new__
-        parameters = list(inspect.signature(real_of).parameters)[1:]
-        assert [p for p in list(inspect.signature(ours_of).parameters)[1:] if p not in parameters] == []
-    assert f"{V2}.out" == FIA
+        assert set(parameters(ours_of)[1:]) <= set(parameters(real_of)[1:]), method

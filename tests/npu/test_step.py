@@ -131,7 +131,7 @@ def test_the_calls_of_overlap_are_those_of_the_sources_figure_5() -> None:
     calls = []
     for stream, what in device.log:
         name = next(kinds) if what == V2 else "merge" if what in merging else what
-        if name in wanted and calls[-1:] != [(stream, "merge")] or name != "merge":
+        if (name in wanted and calls[-1:] != [(stream, "merge")]) or name != "merge":
             calls += [(stream, name)] if name in wanted else []
     assert calls == figure_5()
     history, current = (call for name, call in seen.calls if name == FIA)

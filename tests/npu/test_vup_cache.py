@@ -102,8 +102,8 @@ def test_what_plain_pytorch_serves_is_told() -> None:
         "cache must be two contiguous buffers": (1, 512, 64, torch.bfloat16, batch, cache),
         "cache dtype must be that of the query": (1, 512, 64, torch.float16, batch, cache),
     }
-    for message, given in cases.items():
-        reason = npu.refusal(*given)  # type: ignore[arg-type]
+    for message, sizes in cases.items():
+        reason = npu.refusal(*sizes)  # type: ignore[arg-type]
         assert reason is not None
         assert reason.startswith(message)
     assert npu.refusal(1, 512, 64, torch.bfloat16, batch) is None
@@ -116,7 +116,9 @@ def test_what_plain_pytorch_serves_is_told() -> None:
 def test_a_workspace_that_is_too_small_is_named() -> None:
     batch = ShardLayout().plan_batch([0], [1], [[0]], 16)
     half = torch.bfloat16
-    given = [torch.zeros(*shape, dtype=half) for shape in ((1, 1, 512), (1, 1, 64), (1, 512), (1, 64))]
+    given = [
+        torch.zeros(*shape, dtype=half) for shape in ((1, 1, 512), (1, 1, 64), (1, 512), (1, 64))
+    ]
     results = torch.empty(1, 1, 512, dtype=half), torch.empty(1, 1)
     with on_npu():
         for size in (8, npu._page_bytes(batch, half) + 8):

@@ -3,8 +3,8 @@
     python tests/triton_kernels/ascend.py      prints, as JSON, what each launch is lowered to
 
 Needs triton-ascend. The steps are its own, with the target given: Triton IR, its passes
-(`make_ttir`), and the adapter that comes with it, whose output its compiler in CANN takes. Sizes are
-those of DeepSeek-V3.
+(`make_ttir`), and the adapter that comes with it, whose output its compiler in CANN takes. Sizes
+are those of DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ def launches(row_tile: int = 1) -> Iterator[tuple[str, Launch]]:
         rows, slots = _meta(TOKENS, RANK + ROPE, dtype=dtype), _meta(TOKENS, dtype=torch.int64)
         cache = LatentCache(128, 128, MLADims(own, RANK, ROPE, 128, 128, 0.07), dtype, "meta")
         pages = cache.latent.contiguous(), cache.rope.contiguous()
-        yield f"store {name}", store.store_launch(rows[:, :RANK], rows[:, RANK:], slots, *pages, 1.0)
+        yield (
+            f"store {name}",
+            store.store_launch(rows[:, :RANK], rows[:, RANK:], slots, *pages, 1.0),
+        )
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

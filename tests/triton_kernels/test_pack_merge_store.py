@@ -35,7 +35,7 @@ def test_packing_keeps_every_bit(
     lse = pattern[: tokens * heads * world_size].view(torch.float32).view(out.shape[:2])
     with kernels("pytorch"):
         expected = pack_partials(out, lse, world_size)
-    with on_triton(), mock.patch.object(exchange, "row_tile", lambda device: row_tile):
+    with on_triton(), mock.patch.object(exchange, "row_tile", return_value=row_tile):
         packed = pack_partials(out, lse, world_size)
     assert torch.equal(bits(packed), bits(expected))
 

@@ -285,7 +285,11 @@ def refusal(
         "kv_lora_rank": (rank == RANK, RANK, rank),
         "qk_rope_head_dim": (rope == ROPE, ROPE, rope),
         "heads": (heads in HEADS, "a power of two up to 128", heads),
-        "tokens": (batch.num_tokens <= MOST_SEQUENCES, f"at most {MOST_SEQUENCES}", batch.num_tokens),
+        "tokens": (
+            batch.num_tokens <= MOST_SEQUENCES,
+            f"at most {MOST_SEQUENCES}",
+            batch.num_tokens,
+        ),
     }
     if cache is not None:
         latent, longest = cache.latent, max(batch.seq_lens.tolist(), default=0)
@@ -310,9 +314,7 @@ def _tell(reason: str) -> None:
     warnings.warn(f"plain PyTorch serves attention on this NPU: {reason}", stacklevel=3)
 
 
-def _by_row(
-    batch: DecodeBatch, each: int, keys: Callable[[int, int], Sequence[int]]
-) -> list[int]:
+def _by_row(batch: DecodeBatch, each: int, keys: Callable[[int, int], Sequence[int]]) -> list[int]:
     """Keys of every row from `keys(history, queries)` of its sequence; 0 for padding.
 
     Raises ValueError where the lengths have lost the form that a graph was captured with.
@@ -390,7 +392,7 @@ def _scratch_pages(
     elif workspace.numel() < size:
         raise ValueError(f"workspace must hold {size} bytes and more, got {workspace.numel()}")
     flat = workspace[: pages * PAGE * (RANK + ROPE) * like.itemsize].view(like.dtype)
-    latent, rope = flat.split([pages * PAGE * RANK, pages * PAGE * ROPE])
+    latent, rope = flat[: pages * PAGE * RANK], flat[pages * PAGE * RANK :]
     return latent.view(pages, PAGE, RANK), rope.view(pages, PAGE, ROPE)
 
 
