@@ -96,7 +96,9 @@ class Call:
         return list(range(self.each, self.query.shape[0] + 1, self.each))
 
     def arguments(self, scale: float, key_lens: Sequence[int]) -> dict[str, Any]:
-        """Keywords of FIA."""
+        """Keywords of FIA. Raises ValueError for a length that it does not take."""
+        if max(key_lens) > MOST_KEYS:  # where a replay has longer ones than the capture
+            raise ValueError(f"batch.seq_lens must be at most {MOST_KEYS}, got {max(key_lens)}")
         causal = self.layout == "TND"
         keywords: dict[str, Any] = {
             "query": self.query, "key": self.latent, "value": self.latent,
