@@ -71,7 +71,8 @@ class Provider(Protocol):
 
 def provider_for(device: torch.device | str) -> Provider:
     """The provider that serves `device`; `reference` where there is no faster one."""
-    return _provider(torch.device(device).type)
+    # By name: before torch_npu is imported, which this does, PyTorch knows no "npu".
+    return _provider(str(device).partition(":")[0])
 
 
 @cache

@@ -15,8 +15,10 @@ Floor of one decode step: that of `anabranch.attention.cuda`.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -49,7 +51,8 @@ DENSE_CURRENT_CANN = (9, 1)
 def missing() -> str | None:
     """Why no NPU can be served here, or None."""
     try:
-        import_module("torch_npu")
+        with redirect_stdout(sys.stderr):  # it prints its warnings
+            import_module("torch_npu")
     except ModuleNotFoundError as error:
         if error.name == "torch_npu":
             return "torch_npu: not installed"
