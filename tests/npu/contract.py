@@ -214,6 +214,7 @@ def check_fia(version: str, call: dict[str, Any]) -> tuple[Sequences, list[int]]
     if dense:  # of the source, and in no documentation
         ends = call["actual_seq_kvlen"]
         lens = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        demand(ends[-1] == key.shape[0], "rows", f"{ends[-1]} of {key.shape[0]} keys")
         demand(call["sparse_mode"] == 3 and mask is not None, "mask", call["sparse_mode"])
     else:
         demand(table is not None and call["block_size"] in (16, 128), "pages", call["block_size"])

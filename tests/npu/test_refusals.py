@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import contract
@@ -114,6 +115,7 @@ def change(**values: Any) -> Callable[[dict[str, Any]], None]:
 
 
 MASK = torch.ones(2048, 2048, dtype=torch.bool)
+# Where a number is given, a public report of vllm-ascend has the call, or its repair.
 CARELESS: dict[str, tuple[str, tuple[Any, ...], Callable[[dict[str, Any]], None]]] = {
     "views of one cache buffer": ("dense memory", (V2,), strided),
     "slices of gathered queries": ("dense memory", (V2,), strided_queries),
@@ -121,6 +123,7 @@ CARELESS: dict[str, tuple[str, tuple[Any, ...], Callable[[dict[str, Any]], None]
         "dtype", (V2,), lambda call: call.update(query=call["query"].float()),
     ),
     "the rope left out of the keys": ("both ropes", (V2,), change(key_rope=None)),
+    # #9632, #8045
     "a model with kv_lora_rank 256": ("head dimension", (V2,), narrow),
     "20 heads": ("query heads", (V2,), with_heads(20)),
     "256 heads of a large group": ("query heads", (V2,), with_heads(256)),
@@ -132,20 +135,28 @@ CARELESS: dict[str, tuple[str, tuple[Any, ...], Callable[[dict[str, Any]], None]
         "mask", (V2, "TND", 4), change(sparse_mode=0, atten_mask=None),
     ),
     "one token with sparse_mode 3": ("mask", (V2,), change(sparse_mode=3, atten_mask=MASK.triu(1))),
+    # #15503: taken without a word outside MLA, and wrong there
+    "a mask over the keys of one token": (
+        "mask", (V2,), change(atten_mask=torch.zeros(1, 1, 1, 256, dtype=torch.bool)),
+    ),
     "sparse_mode 3 without its mask": ("mask", (V2, "TND", 4), change(atten_mask=None)),
+    # #15503
     "a mask as large as the keys": (
         "mask shape", (V2, "TND", 4), change(atten_mask=torch.ones(4, 256, dtype=torch.bool)),
     ),
     "a mask turned round": ("mask shape", (V2, "TND", 4), change(atten_mask=MASK.tril())),
     "a BF16 mask": ("mask dtype", (V2, "TND", 4), change(atten_mask=MASK.to(BF16).triu(1))),
     "no key lengths": ("key lengths", (V2,), change(actual_seq_kvlen=None)),
+    # #8107
     "lengths of fewer sequences": ("count of lengths", (V2,), change(actual_seq_kvlen=[1, 2])),
+    # #4518, #6357, #6403, #6596
     "padding left out of TND's query lengths": (
         "rows", (V2, "TND", 4), change(actual_seq_qlen=[4, 8, 11]),
     ),
     "TND's query lengths not summed up": (
         "rows", (V2, "TND", 4), change(actual_seq_qlen=[4, 4, 4]),
     ),
+    # #9518
     "one key length too many for TND": (
         "count of lengths, TND", (V2, "TND", 4), change(actual_seq_kvlen=[130, 256, 5, 0]),
     ),
@@ -179,6 +190,21 @@ def test_careless_attention_calls_are_refused(case: str) -> None:
     assert refused.value.limit == limit
 
 
+def test_the_page_counts_them() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "npu.md").read_text()
+    assert f"{len(CARELESS)} attention calls" in page
+
+
+def test_padding_left_in_dense_keys_is_refused() -> None:
+    """vllm-ascend #5397, on the CANN that takes keys without pages."""
+    call = good_call(V2, "TND", 4)
+    without_pages(call)
+    call["actual_seq_kvlen"] = [4, 8, 11]
+    with contract.contract("9.1.0"), pytest.raises(Refused) as refused:
+        run(V2, call)
+    assert refused.value.limit == "rows"
+
+
 def test_version_1_keywords_are_refused_by_the_schema_of_version_2() -> None:
     with pytest.raises(RuntimeError, match="Unknown keyword argument 'num_heads'"):
         run(V2, good_call() | {"num_heads": HEADS})
@@ -207,7 +233,7 @@ PERMUTED = {"perm_x1": (1, 0, 2), "perm_x2": (0, 1, 2), "perm_y": (1, 0, 2)}
 @pytest.mark.parametrize(
     ("heads", "rank", "width", "limit"),
     [
-        (128, 512, 128, "batch times K"),
+        (128, 512, 128, "batch times K"),  # vllm-ascend #3578, #16809; sglang #34715
         (127, 512, 128, None),
         (16, 520, 128, "K and N"),
         (16, 512, 64, "K and N"),

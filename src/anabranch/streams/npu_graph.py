@@ -80,7 +80,8 @@ def captured(device: torch.device, work: Callable[[], None]) -> Callable[[], Non
     def replay() -> None:
         launches = [(task, task.arguments()) for task in updates.tasks]
         fed = [(target, values()) for target, values in updates.fed]
-        passed.synchronize()  # the last replay reads its arguments until it has ended
+        if launches or fed:
+            passed.synchronize()  # the last replay reads its arguments until it has ended
         for target, values in fed:
             target.copy_(values)
         graph.replay()
