@@ -27,9 +27,9 @@ class CapturedStep:
 
     The first call fixes the dtype, `cache`, `w_uv` and the width of the block table, and
     reserves buffers for `max_tokens` rows and as many sequences. A later call that changes any
-    of these, or exceeds them, raises ValueError before any work. On CUDA and NPU the first call of a
-    size captures its graph, under the schedule the decoder has then. On NPU the first call of a size
-    also fixes the number of tokens of a sequence, where all have the same.
+    of these, or exceeds them, raises ValueError before any work. On CUDA and NPU the first call of
+    a size captures its graph, under the schedule the decoder has then. On NPU it also fixes the
+    number of tokens of a sequence, where all have the same.
     """
 
     def __init__(self, decoder: DCPDecoder, max_tokens: int) -> None:

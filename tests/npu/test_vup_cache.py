@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,11 +12,20 @@ from contract import BMM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_npu import on_npu
+from test_step import FIA
 
-from anabranch import LatentCache, ShardLayout, v_up
+from anabranch import (
+    AttentionKind,
+    DecodeBatch,
+    LatentCache,
+    ShardLayout,
+    merge_partials,
+    partial_attention,
+    v_up,
+)
 from anabranch.attention import _provider, npu, provider_for, reference
 from anabranch.vup import v_up_transposed, within_npu_limit
-from problem import TOLERANCE, dims, poison, relative_error
+from problem import TOLERANCE, Problem, dims, poison, relative_error
 
 
 @pytest.mark.parametrize(
@@ -125,6 +135,43 @@ def test_a_workspace_that_is_too_small_is_named() -> None:
             small = torch.empty(size, dtype=torch.uint8)
             with pytest.raises(ValueError, match="workspace must hold"):
                 npu.current(*given, batch, 1.0, *results, small)
+
+
+def test_own_heads_are_served_where_all_heads_are_too_many() -> None:
+    """256 heads of a group in plain PyTorch, 32 of this rank by the operator: one workspace."""
+    problem = Problem([40, 9], [1, 1], dims(256, 512, 64, 128), torch.bfloat16)
+    own = dims(32, 512, 64, 128)
+    with on_npu() as seen:
+        cache, batch = problem.shard(ShardLayout())
+        queries, current = problem.queries, problem.current_keys
+        size = npu.workspace_bytes(256, own, cache, batch)
+        workspace = torch.empty(size, dtype=torch.uint8)
+        history = partial_attention(
+            queries[..., :512], queries[..., 512:], cache, batch, AttentionKind.HISTORY,
+            problem.dims, workspace, provider=npu,
+        )  # fmt: skip
+        new = partial_attention(
+            queries[:, :32, :512], queries[:, :32, 512:], (current[:, :512], current[:, 512:]),
+            batch, AttentionKind.CURRENT, replace(own, scale=problem.dims.scale), workspace,
+            provider=npu,
+        )  # fmt: skip
+    assert seen.names.count(FIA) == 1
+    out, _ = merge_partials(history[0][None, :, :32], history[1][None, :, :32], *new)
+    assert relative_error(out, problem.answer()[0][:, :32]) < TOLERANCE[torch.bfloat16]
+
+
+def test_lengths_beyond_the_operators_do_not_stay() -> None:
+    """A step that plain PyTorch serves for its lengths leaves a right size for the next."""
+    sizes = dims(2, 512, 64, 128)
+    with on_npu():
+        cache = LatentCache(4, 128, sizes, torch.bfloat16)
+        table = torch.zeros(1, 4, dtype=torch.int32)
+        slots, ones = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
+        needed = [
+            npu.workspace_bytes(2, sizes, cache, DecodeBatch(ones * length, ones, table, slots))
+            for length in (npu.MOST_KEYS + 1, 5, npu.MOST_KEYS + 1)
+        ]
+    assert needed[0] == needed[2] < needed[1]
 
 
 def test_the_provider_of_npu_and_what_it_lacks() -> None:

@@ -237,18 +237,22 @@ def workspace_bytes(
     """
     if cache is None or batch is None:
         return 0
-    shape, dtype = cache.latent.shape, cache.latent.dtype
-    key = (
-        num_heads, dims, shape, dtype, cache.latent.device, batch.num_tokens,
-        batch.block_table.shape,
-    )  # fmt: skip
+    rank, rope = dims.kv_lora_rank, dims.qk_rope_head_dim
+    latent, own = cache.latent, dims.num_heads
+    taken = (
+        refusal(num_heads, rank, rope, latent.dtype, batch, cache) is None,
+        refusal(own, rank, rope, latent.dtype, batch) is None,
+    )
+    sizes = batch.num_tokens, batch.block_table.shape, latent.shape
+    key = num_heads, own, taken, sizes, latent.dtype, latent.device
     if key not in _largest:
-        rank, rope = dims.kv_lora_rank, dims.qk_rope_head_dim
-        heads = num_heads, dims.num_heads
-        refused = any(refusal(each, rank, rope, dtype, batch, cache) for each in heads)
-        calls = [] if refused or not batch.num_tokens else list(_candidates(*heads, cache, batch))
+        calls: list[Call] = []
+        if taken[0] and batch.num_tokens:
+            calls += _history_calls(num_heads, cache, batch)
+        if taken[1] and batch.num_tokens:
+            calls += _current_calls(own, cache, batch)
         most = max((call.bytes_needed() for call in calls), default=0)
-        _largest[key] = most and _page_bytes(batch, dtype) + most
+        _largest[key] = _page_bytes(batch, latent.dtype) + most if calls else 0
     return _largest[key]
 
 
@@ -258,10 +262,8 @@ def tokens_each(batch: DecodeBatch) -> int:
     Row t is then token `t % n` of sequence `t // n`. With one each, the last sequences may have
     none: their rows are padding.
     """
-    lens, tokens = batch.query_lens.tolist(), batch.num_tokens
-    if not lens or tokens % len(lens):
-        return 0
-    each = tokens // len(lens)
+    lens = batch.query_lens.tolist()
+    _, each = _shared_out(batch)
     same = all(queries == each for queries in lens)
     ones_first = each == 1 and max(lens) <= 1 and lens == sorted(lens, reverse=True)
     return each if ones_first or (same and each <= MOST_QUERIES) else 0
@@ -471,33 +473,43 @@ def _launch(
     )
 
 
-def _candidates(
-    all_heads: int, own_heads: int, cache: LatentCache, batch: DecodeBatch
-) -> Iterator[Call]:
-    """Every form that `history` and `current` give to FIA for a step of these shapes."""
-    tokens, sequences = batch.num_tokens, batch.query_lens.shape[0]
-    device, dtype = cache.latent.device, cache.latent.dtype
+def _history_calls(heads: int, cache: LatentCache, batch: DecodeBatch) -> Iterator[Call]:
+    """Every form that `history` gives to FIA for a step of these shapes."""
+    query = _empty_query(heads, cache, batch)
+    pages, width = (cache.latent, cache.rope), batch.block_table.shape[1]
+    yield _one_token_each(*query, *pages, _empty_table(cache, batch.num_tokens, width))
+    sequences, each = _shared_out(batch)
+    if each * heads in HEADS:
+        yield _one_token_each(*query, *pages, _empty_table(cache, sequences, width), each)
 
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
 
-    def table(rows: int, columns: int) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=torch.int32, device=device)
-
-    def query(heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return empty(tokens, heads, RANK), empty(tokens, heads, ROPE)
-
-    pages = cache.latent, cache.rope
-    width = batch.block_table.shape[1]
-    yield _one_token_each(*query(all_heads), *pages, table(tokens, width))
-    scratch = empty(_page_count(batch), PAGE, RANK), empty(_page_count(batch), PAGE, ROPE)
-    columns = -(-tokens // PAGE)
-    yield _one_token_each(*query(own_heads), *scratch, table(tokens, columns))
-    each = 0 if tokens % max(sequences, 1) else tokens // max(sequences, 1)
-    if each * all_heads in HEADS:
-        yield _one_token_each(*query(all_heads), *pages, table(sequences, width), each)
+def _current_calls(heads: int, cache: LatentCache, batch: DecodeBatch) -> Iterator[Call]:
+    """Every form that `current` gives to FIA for a step of these shapes."""
+    query, tokens = _empty_query(heads, cache, batch), batch.num_tokens
+    pages = [cache.latent.new_empty(_page_count(batch), PAGE, width) for width in (RANK, ROPE)]
+    yield _one_token_each(*query, *pages, _empty_table(cache, tokens, -(-tokens // PAGE)))
+    sequences, each = _shared_out(batch)
     if 1 < each <= MOST_QUERIES:
-        yield _several_tokens(*query(own_heads), *scratch, table(sequences, 1), each)
+        yield _several_tokens(*query, *pages, _empty_table(cache, sequences, 1), each)
     if 1 <= each <= MOST_QUERIES and dense_current(cann_version()):
-        keys = empty(tokens, RANK), empty(tokens, ROPE)
-        yield _several_tokens(*query(own_heads), *keys, None, each)
+        keys = [cache.latent.new_empty(tokens, width) for width in (RANK, ROPE)]
+        yield _several_tokens(*query, *keys, None, each)
+
+
+def _shared_out(batch: DecodeBatch) -> tuple[int, int]:
+    """Sequences, and the tokens of each if all have the same, else 0."""
+    sequences = batch.query_lens.shape[0]
+    if not sequences or batch.num_tokens % sequences:
+        return sequences, 0
+    return sequences, batch.num_tokens // sequences
+
+
+def _empty_query(
+    heads: int, cache: LatentCache, batch: DecodeBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    like, tokens = cache.latent, batch.num_tokens
+    return like.new_empty(tokens, heads, RANK), like.new_empty(tokens, heads, ROPE)
+
+
+def _empty_table(cache: LatentCache, sequences: int, blocks: int) -> torch.Tensor:
+    return torch.empty(sequences, blocks, dtype=torch.int32, device=cache.latent.device)
