@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import contract
 import pytest
@@ -15,11 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from miniature import miniature
 from on_npu import on_npu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch import DCPDecoder, Schedule, ShardLayout
 from anabranch.schedules import RUN
 from anabranch.step import DecodeStep
 from anabranch.streams import StreamPair
+from anabranch.streams.accesses import operator_name
+from anabranch.streams.adversarial import Trace, record
 from anabranch.streams.check import lone_group
 from anabranch.streams.findings import Fault
 from anabranch.streams.sanitizer import sanitize
@@ -173,14 +178,8 @@ def watched(schedule: Schedule, instead: Any = None) -> list[Any]:
             decoder = DCPDecoder(dims(2, 512, 64, 128), group, None, schedule)
             for past, new in (([150, 40], [1, 1]), ([0, 7], [3, 1]), ([20, 5], [2, 2])):
                 given = arguments(wide(past, new), ShardLayout(), slice(None))
-                if instead is None:
+                with mock.patch.dict(RUN, {} if instead is None else {schedule: instead}):
                     decoder.step(*given)
-                else:
-                    before, RUN[schedule] = RUN[schedule], instead
-                    try:
-                        decoder.step(*given)
-                    finally:
-                        RUN[schedule] = before
                 del given
     return sanitizer.findings
 
@@ -190,27 +189,78 @@ def test_the_sanitizer_is_silent(schedule: Schedule) -> None:
     assert watched(schedule) == []
 
 
-def overlap_without_wait(step: DecodeStep, streams: StreamPair) -> None:
-    """`overlap` less the event that protects the shared workspace."""
+def overlap_without(missing: str, step: DecodeStep, streams: StreamPair) -> None:
+    """`overlap` less one event: `history_ready`, for the workspace, or `current_done`, the join."""
     main, side = streams
     main.run(step.gather_queries)
     main.run(step.history_attention)
+    history_ready = main.record_event("history_ready")
     side.record_stream(*step.current_inputs)
+    if missing != "history_ready":
+        side.wait_event(history_ready)
     side.run(step.current_attention)
     current_done = side.record_event("current_done")
     main.record_stream(*step.current_results)
     main.run(step.exchange_history)
-    main.wait_event(current_done)
+    if missing != "current_done":
+        main.wait_event(current_done)
     main.run(step.merge)
     main.run(step.project)
     main.run(step.store)
 
 
 def test_the_sanitizer_sees_a_race_for_the_workspace_of_fia() -> None:
-    found = watched(Schedule.OVERLAP, overlap_without_wait)
+    found = watched(Schedule.OVERLAP, partial(overlap_without, "history_ready"))
     between = {
         (one.first.operation, one.first.operator, one.second.operation, one.second.operator)
         for one in found
         if one.fault is Fault.WORKSPACE_RACE
     }
     assert ("history_attention", V2, "current_attention", V2) in between
+
+
+def traced(schedule: Schedule) -> Trace:
+    """The recorded calls of a step, to be run again by address in other orders."""
+    problem, group = wide([150, 40], [2, 2], 4), lone_group()
+
+    def program(streams: StreamPair) -> Iterator[torch.Tensor]:
+        decoder = DCPDecoder(problem.dims, group, None, schedule)
+        yield decoder.step(*arguments(problem, ShardLayout(), slice(None)))
+
+    return record(program)
+
+
+@each_schedule
+def test_every_legal_order_gives_the_same_bits(schedule: Schedule) -> None:
+    with on_npu():
+        trace = traced(schedule)
+        assert trace.count_orders() == {"serial": 1, "comm_stream": 3}.get(schedule.value, 2)
+        assert trace.first_damage() is None
+
+
+def test_without_the_join_some_order_gives_other_numbers() -> None:
+    broken = {Schedule.OVERLAP: partial(overlap_without, "current_done")}
+    with on_npu(), mock.patch.dict(RUN, broken):
+        assert traced(Schedule.OVERLAP).first_damage() is not None
+
+
+class NoReadBack(TorchDispatchMode):
+    """Fails at an operator that makes the host wait for the device."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        waits = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item", "masked_select")
+        assert operator_name(function) not in waits, function
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("new", [[1, 1], [4, 4], [3, 3], [1, 2]])
+def test_a_step_reads_nothing_back_to_the_host(new: list[int]) -> None:
+    problem = wide([40, 0], new, 2)
+    with on_npu():
+        given = arguments(problem, ShardLayout(), slice(None))
+        decoder = DCPDecoder(problem.dims, lone_group())
+        with NoReadBack():
+            out = decoder.step(*given, schedule=Schedule.SERIAL)
+    assert relative_error(out, problem.projected_answer().flatten(1)) < 1e-2

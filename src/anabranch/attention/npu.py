@@ -486,13 +486,14 @@ def _history_calls(heads: int, cache: LatentCache, batch: DecodeBatch) -> Iterat
 def _current_calls(heads: int, cache: LatentCache, batch: DecodeBatch) -> Iterator[Call]:
     """Every form that `current` gives to FIA for a step of these shapes."""
     query, tokens = _empty_query(heads, cache, batch), batch.num_tokens
-    pages = [cache.latent.new_empty(_page_count(batch), PAGE, width) for width in (RANK, ROPE)]
+    like, count = cache.latent, _page_count(batch)
+    pages = like.new_empty(count, PAGE, RANK), like.new_empty(count, PAGE, ROPE)
     yield _one_token_each(*query, *pages, _empty_table(cache, tokens, -(-tokens // PAGE)))
     sequences, each = _shared_out(batch)
     if 1 < each <= MOST_QUERIES:
         yield _several_tokens(*query, *pages, _empty_table(cache, sequences, 1), each)
     if 1 <= each <= MOST_QUERIES and dense_current(cann_version()):
-        keys = [cache.latent.new_empty(tokens, width) for width in (RANK, ROPE)]
+        keys = like.new_empty(tokens, RANK), like.new_empty(tokens, ROPE)
         yield _several_tokens(*query, *keys, None, each)
 
 
