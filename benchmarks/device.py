@@ -542,7 +542,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/device.json"))
     options = parser.parse_args()
     begin = time.time()
-    provider_for(options.device)  # that of an NPU makes PyTorch know the device
+    # To ask also makes PyTorch know the device.
+    lacking = npu.missing() if options.device.startswith("npu") else None
+    if lacking is not None:
+        parser.error(lacking)
     device = torch.device(options.device)
     bench = Bench(device, QUICK if options.quick else FULL)
     with torch.no_grad():

@@ -24,16 +24,8 @@ from anabranch import (
     v_up,
 )
 from anabranch.attention import _provider, npu, provider_for, reference
-from anabranch.vup import v_up_transposed, within_npu_limit
+from anabranch.vup import v_up_transposed
 from problem import TOLERANCE, Problem, dims, poison, relative_error
-
-
-@pytest.mark.parametrize(
-    ("product", "fused"), [(0, False), (1, True), (65535, True), (65536, False)]
-)
-def test_the_guard_of_the_fused_product(product: int, fused: bool) -> None:
-    assert within_npu_limit(product, 1) is fused
-    assert within_npu_limit(1, product) is fused
 
 
 @settings(max_examples=60)
@@ -89,38 +81,6 @@ def test_the_cache_has_two_buffers_and_skips_tokens_of_other_ranks(slots: list[i
         assert apart.is_contiguous()
         assert apart.shape == views.shape
         assert torch.equal(apart.nan_to_num(7), views.contiguous().nan_to_num(7))
-
-
-def test_lengths_that_are_not_on_the_host_are_refused() -> None:
-    batch = ShardLayout().plan_batch([3], [1], [[0]], 16)
-    with on_npu():
-        cache = LatentCache(1, 16, dims(1, 512, 64), torch.bfloat16)
-    on_device = batch.seq_lens.to("meta")
-    moved = type(batch)(on_device, batch.query_lens, batch.block_table, batch.slot_mapping)
-    with pytest.raises(ValueError, match=r"batch.seq_lens must be on the CPU, .* got meta"):
-        npu.refusal(1, 512, 64, torch.bfloat16, moved, cache)
-
-
-def test_what_plain_pytorch_serves_is_told() -> None:
-    batch = ShardLayout().plan_batch([3], [1], [[0]], 16)
-    cache = LatentCache(1, 16, dims(1, 512, 64), torch.bfloat16)  # one buffer, as on other devices
-    cases = {
-        "dtype must be bfloat16 or float16": (1, 512, 64, torch.float32, batch),
-        "kv_lora_rank must be 512, got 256": (1, 256, 64, torch.float16, batch),
-        "qk_rope_head_dim must be 64, got 32": (1, 512, 32, torch.float16, batch),
-        "heads must be a power of two up to 128, got 20": (20, 512, 64, torch.float16, batch),
-        "cache must be two contiguous buffers": (1, 512, 64, torch.bfloat16, batch, cache),
-        "cache dtype must be that of the query": (1, 512, 64, torch.float16, batch, cache),
-    }
-    for message, sizes in cases.items():
-        reason = npu.refusal(*sizes)  # type: ignore[arg-type]
-        assert reason is not None
-        assert reason.startswith(message)
-    assert npu.refusal(1, 512, 64, torch.bfloat16, batch) is None
-    queries = torch.zeros(1, 1, 33), torch.zeros(1, 1, 5), torch.zeros(1, 33), torch.zeros(1, 5)
-    results = torch.empty(1, 1, 33), torch.empty(1, 1)
-    with pytest.warns(UserWarning, match="plain PyTorch serves attention on this NPU: dtype"):
-        npu.current(*queries, batch, 1.0, *results, None)
 
 
 def test_a_workspace_that_is_too_small_is_named() -> None:
@@ -183,12 +143,3 @@ def test_the_provider_of_npu_and_what_it_lacks() -> None:
     assert "torch_npu" in lacking
     with mock.patch.object(npu, "missing", return_value="torch_npu: not installed"):
         assert _provider.__wrapped__("npu") is reference  # past what it remembers
-
-
-@pytest.mark.parametrize(
-    ("version", "dense"),
-    [("", False), ("8.5.0", False), ("9.0.1", False), ("9.1.0", True), ("9.1.RC1", True),
-     ("10.0", True), ("unknown", False)],
-)  # fmt: skip
-def test_dense_current_is_for_a_cann_that_runs_it(version: str, dense: bool) -> None:
-    assert npu.dense_current(version) is dense
