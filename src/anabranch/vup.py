@@ -52,7 +52,9 @@ def v_up_transposed(
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The form before the change, which moves the operand and then the result. Same bits."""
+    """The form before the change, which moves the operand and then the result. Same bits, except
+    where an NPU's fused operator serves `v_up`: equal within rounding.
+    """
     _check(x, w_uv)
     tokens, heads, width = *x.shape[:2], w_uv.shape[2]
     if out is None:
