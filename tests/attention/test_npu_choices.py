@@ -46,12 +46,12 @@ def test_lengths_that_are_not_on_the_host_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "dense"),
+    ("version", "allowed"),
     [("", False), ("8.5.0", False), ("9.0.1", False), ("9.1.0", True), ("9.1.RC1", True),
      ("10.0", True), ("unknown", False)],
 )  # fmt: skip
-def test_dense_current_is_for_a_cann_that_runs_it(version: str, dense: bool) -> None:
-    assert npu.dense_current(version) is dense
+def test_the_calls_of_the_source_are_for_a_cann_that_runs_them(version: str, allowed: bool) -> None:
+    assert npu.as_the_source(version) is allowed
 
 
 @pytest.mark.parametrize(

@@ -209,9 +209,9 @@ def check_fia(version: str, call: dict[str, Any]) -> tuple[Sequences, list[int]]
     several = max(counts) > 1 if layout == "TND" else query.shape[1 + (layout == "BNSD")] > 1
     if layout == "TND" or several:
         demand(all(1 <= n <= 16 for n in counts), "tokens of a sequence", counts)
-    version = tuple(map(int, _contract.cann.split(".")))
-    dense = table is None and version >= (9, 1) and layout == "TND"
-    if dense:  # of the source, and in no documentation
+    # Two calls of the source that are in no documentation, on the CANN that it runs on.
+    of_source = tuple(map(int, _contract.cann.split("."))) >= (9, 1) and layout == "TND"
+    if table is None and of_source:
         ends = call["actual_seq_kvlen"]
         lens = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         demand(ends[-1] == key.shape[0], "rows", f"{ends[-1]} of {key.shape[0]} keys")
@@ -219,9 +219,9 @@ def check_fia(version: str, call: dict[str, Any]) -> tuple[Sequences, list[int]]
     else:
         demand(table is not None and call["block_size"] in (16, 128), "pages", call["block_size"])
         lens = check_pages(call, batch)
-        if several:
+        if several and not (of_source and call["sparse_mode"] == 0 and mask is None):
             demand(call["sparse_mode"] == 3 and mask is not None, "mask", call["sparse_mode"])
-        else:
+        if not several:
             demand(call["sparse_mode"] == 0 and mask is None, "mask", call["sparse_mode"])
             demand(max(lens) <= 262144, "longest", max(lens))
     if mask is not None:

@@ -54,8 +54,9 @@ FORMS = {
 
 @each_schedule
 @pytest.mark.parametrize("form", FORMS)
-def test_replays_follow_new_lengths(schedule: Schedule, form: str) -> None:
-    with on_npu() as seen, miniature.miniature() as device:
+@pytest.mark.parametrize("cann", ["8.5.0", "9.1.0"])
+def test_replays_follow_new_lengths(schedule: Schedule, form: str, cann: str) -> None:
+    with on_npu(cann) as seen, miniature.miniature() as device:
         problems = [
             wide(past, new, padding_rows=3 - sum(new) if form.startswith("any") else 0, seed=seed)
             for seed, (past, new) in enumerate(FORMS[form] * 2)

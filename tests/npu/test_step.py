@@ -148,7 +148,7 @@ def test_the_calls_of_overlap_are_those_of_the_sources_figure_5() -> None:
     assert seen.names == [FIA, FIA, BMM]
 
 
-def test_current_of_several_tokens_is_causal_and_dense_where_cann_takes_it() -> None:
+def test_several_tokens_go_as_the_source_has_them_where_cann_takes_it() -> None:
     problem = wide([150, 40], [3, 3], 4)
     given = lambda: arguments(problem, ShardLayout(), slice(None))  # noqa: E731
     for cann in ("8.5.0", "9.1.0", "10.0"):
@@ -157,9 +157,16 @@ def test_current_of_several_tokens_is_causal_and_dense_where_cann_takes_it() -> 
         history, current = (call for name, call in seen.calls if name == FIA)
         assert (current["sparse_mode"], current["input_layout"]) == (3, "TND")
         assert current["actual_seq_qlen"] == [3, 6]
-        assert (current["block_table"] is None) == (cann != "8.5.0")
+        assert history["sparse_mode"] == 0
+        assert history["atten_mask"] is None
         # Three tokens of 4 heads are 12 heads of one, which FIA does not take: a row each.
-        assert history["actual_seq_kvlen"] == [150] * 3 + [40] * 3
+        if cann == "8.5.0":
+            assert current["block_table"] is not None
+            assert history["actual_seq_kvlen"] == [150] * 3 + [40] * 3
+        else:
+            assert current["block_table"] is None
+            assert (history["input_layout"], history["actual_seq_qlen"]) == ("TND", [3, 6])
+            assert history["actual_seq_kvlen"] == [150, 40]
 
 
 def test_tokens_of_a_sequence_become_heads_of_history() -> None:

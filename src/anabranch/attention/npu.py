@@ -8,7 +8,11 @@ tokens of a sequence become further heads of it, which is a view, or where those
 token becomes a sequence with the same row of the block table.
 
 CURRENT has no pages. Its keys are laid on scratch pages, which lie in the workspace before FIA's
-own part; from the CANN version that takes them as they are, they go as they are.
+own part.
+
+The source of this design calls FIA in two ways that are not documented: HISTORY of several tokens
+without a mask, and CURRENT without pages. vllm-ascend, which has them, pins CANN 9.1: from that
+version on they are used here.
 
 Floor of one decode step: that of `anabranch.attention.cuda`.
 """
@@ -43,9 +47,7 @@ MOST_CACHE = 2**31 - 1  # elements of the latent pages
 MASK = 2048
 PAGE = 128  # tokens of a scratch page
 ALIGNMENT = 512  # of FIA's part of the workspace
-# The source of this design gives CURRENT to FIA without a block table, and runs on this version.
-# No version of the documentation promises it.
-DENSE_CURRENT_CANN = (9, 1)
+SOURCE_CANN = (9, 1)
 
 
 def missing() -> str | None:
@@ -70,10 +72,10 @@ def cann_version() -> str:
     return str(import_module("torch_npu.npu.utils").get_cann_version())
 
 
-def dense_current(version: str) -> bool:
-    """Whether FIA of CANN `version` is given the keys of CURRENT without a block table."""
+def as_the_source(version: str) -> bool:
+    """Whether FIA of CANN `version` is called in the source's two undocumented ways."""
     numbers = version.split(".")[:2]
-    return all(map(str.isdigit, numbers)) and tuple(map(int, numbers)) >= DENSE_CURRENT_CANN
+    return all(map(str.isdigit, numbers)) and tuple(map(int, numbers)) >= SOURCE_CANN
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Call:
 
     `query` and `rope` are `[rows, heads, 1, .]` or `[rows, heads, .]`, `each` rows a sequence; the
     keys are pages `[blocks, 1, block, .]` with a `table` `[sequences, blocks]`, or `[rows, 1, .]`
-    without. More than one row is causal.
+    without.
     """
 
     layout: str
@@ -92,6 +94,7 @@ class Call:
     key_rope: torch.Tensor
     table: torch.Tensor | None
     each: int = 1
+    causal: bool = False
 
     @property
     def ends(self) -> list[int]:
@@ -102,17 +105,17 @@ class Call:
         """Keywords of FIA. Raises ValueError for a length that it does not take."""
         if max(key_lens) > MOST_KEYS:  # where a replay has longer ones than the capture
             raise ValueError(f"batch.seq_lens must be at most {MOST_KEYS}, got {max(key_lens)}")
-        causal = self.layout == "TND"
         keywords: dict[str, Any] = {
             "query": self.query, "key": self.latent, "value": self.latent,
             "query_rope": self.rope, "key_rope": self.key_rope, "actual_seq_kvlen": key_lens,
             "num_query_heads": self.query.shape[1], "num_key_value_heads": 1,
             "softmax_scale": scale, "input_layout": self.layout,
-            "sparse_mode": 3 if causal else 0, "return_softmax_lse": True,
+            "sparse_mode": 3 if self.causal else 0, "return_softmax_lse": True,
         }  # fmt: skip
-        if causal:
-            mask = _causal_mask(self.query.device)
-            keywords |= {"actual_seq_qlen": self.ends, "atten_mask": mask}
+        if self.layout == "TND":
+            keywords["actual_seq_qlen"] = self.ends
+        if self.causal:
+            keywords["atten_mask"] = _causal_mask(self.query.device)
         if self.table is not None:
             keywords |= {"block_table": self.table, "block_size": self.latent.shape[2]}
         return keywords
@@ -121,7 +124,7 @@ class Call:
         """FIA's workspace for lengths as long as the shapes allow. Asked once for each shape."""
         table = None if self.table is None else self.table.shape
         query, latent = self.query, self.latent
-        key = query.shape, latent.shape, table, self.each, query.dtype, query.device
+        key = query.shape, latent.shape, table, self.each, self.causal, query.dtype, query.device
         if key not in _asked:
             longest = self.ends
             if self.table is not None:
@@ -160,16 +163,18 @@ def history(
 
     if _nothing_to_see(keys(), out, lse):
         return
-    fold = 1
+    latent, rope, table = cache.latent, cache.rope, batch.block_table
+    shared = 1  # rows that go under one length
     if each and each * heads in HEADS:
-        fold, table = each, batch.block_table
+        call, shared = _one_token_each(q_nope, q_pe, latent, rope, table, each), each
+    elif each and as_the_source(cann_version()):
+        call, shared = _several_tokens(q_nope, q_pe, latent, rope, table, each, False), each
     elif each:
-        table = batch.block_table.repeat_interleave(each, 0)
+        call = _one_token_each(q_nope, q_pe, latent, rope, table.repeat_interleave(each, 0))
     else:
         owners = streams.host_fed(lambda: _owners(batch), q_nope.device)
-        table = batch.block_table.index_select(0, owners)
-    call = _one_token_each(q_nope, q_pe, cache.latent, cache.rope, table, fold)
-    _launch(call, scale, lambda: keys()[::fold], out, lse, batch, workspace)
+        call = _one_token_each(q_nope, q_pe, latent, rope, table.index_select(0, owners))
+    _launch(call, scale, lambda: keys()[::shared], out, lse, batch, workspace)
     _mark_empty(keys(), out, lse)
 
 
@@ -198,8 +203,8 @@ def current(
 
     if _nothing_to_see(keys(), out, lse):
         return
-    # The form of the source. A replay could not leave rows out of it, so a graph has the pages.
-    dense = each and all(keys()) and not streams.capturing() and dense_current(cann_version())
+    # Without pages no row can be left out, as a replay may want to: a graph has the pages.
+    dense = each and all(keys()) and not streams.capturing() and as_the_source(cann_version())
     if dense:
         call = _several_tokens(q_nope, q_pe, kv_c.contiguous(), k_pe.contiguous(), None, each)
         _launch(call, scale, lambda: call.ends, out, lse, batch, workspace)
@@ -439,10 +444,13 @@ def _several_tokens(
     rope: torch.Tensor,
     table: torch.Tensor | None,
     each: int,
+    causal: bool = True,
 ) -> Call:
-    """Sequences of `each` rows, which see the keys up to their own."""
+    """Sequences of `each` rows, which see the keys up to their own, or all of them."""
     query, query_rope = q_nope.contiguous(), q_pe.contiguous()
-    return Call("TND", query, query_rope, latent.unsqueeze(1), rope.unsqueeze(1), table, each)
+    pages = latent.unsqueeze(1), rope.unsqueeze(1)
+    table = None if table is None else table.contiguous()
+    return Call("TND", query, query_rope, *pages, table, each, causal)
 
 
 def _launch(
@@ -481,6 +489,8 @@ def _history_calls(heads: int, cache: LatentCache, batch: DecodeBatch) -> Iterat
     sequences, each = _shared_out(batch)
     if each * heads in HEADS:
         yield _one_token_each(*query, *pages, _empty_table(cache, sequences, width), each)
+    if 1 < each <= MOST_QUERIES and as_the_source(cann_version()):
+        yield _several_tokens(*query, *pages, _empty_table(cache, sequences, width), each, False)
 
 
 def _current_calls(heads: int, cache: LatentCache, batch: DecodeBatch) -> Iterator[Call]:
@@ -492,7 +502,7 @@ def _current_calls(heads: int, cache: LatentCache, batch: DecodeBatch) -> Iterat
     sequences, each = _shared_out(batch)
     if 1 < each <= MOST_QUERIES:
         yield _several_tokens(*query, *pages, _empty_table(cache, sequences, 1), each)
-    if 1 <= each <= MOST_QUERIES and dense_current(cann_version()):
+    if 1 <= each <= MOST_QUERIES and as_the_source(cann_version()):
         keys = like.new_empty(tokens, RANK), like.new_empty(tokens, ROPE)
         yield _several_tokens(*query, *keys, None, each)
 
