@@ -349,9 +349,9 @@ def _nothing_to_see(keys: Sequence[int], out: torch.Tensor, lse: torch.Tensor) -
 
 
 def _mark_empty(keys: Sequence[int], out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Output 0 and LSE -inf for rows without keys, which FIA marks with an LSE of +inf.
+    """Output 0 and LSE -inf for rows without keys, whatever FIA left there.
 
-    Not in a graph, where other rows may be empty at each replay: the merge takes either mark.
+    Not in a graph, where other rows may be empty at each replay: the merge takes any mark.
     """
     if streams.capturing():
         return
