@@ -54,7 +54,7 @@ def merge_partials(
     if out is None:
         out = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
     contiguous = out[0].is_contiguous() and out[1].is_contiguous()
-    if triton_kernels.serve(out[0].device) and contiguous:
+    if contiguous and triton_kernels.serve(out[0].device, out[1].numel()):
         from anabranch.triton_kernels.merge import merge_launch
 
         local = None if local_output is None or local_lse is None else (local_output, local_lse)

@@ -79,7 +79,12 @@ def current(
     )  # fmt: skip
 
 
-def workspace_bytes(num_heads: int, dims: MLADims) -> int:
+def workspace_bytes(
+    num_heads: int,
+    dims: MLADims,
+    cache: LatentCache | None = None,
+    batch: DecodeBatch | None = None,
+) -> int:
     """Scratch that `history` and `current` need for up to `num_heads` heads, in bytes."""
     library = native.library()
     if library is None:
