@@ -33,10 +33,12 @@ def read_settings(additional_config: object) -> Settings:
         )
     if "schedule" not in given:
         return Settings()
+    return Settings(read_schedule(f'additional_config["{KEY}"]["schedule"]', given["schedule"]))
+
+
+def read_schedule(name: str, given: object) -> Schedule:
+    """The schedule of that name. Raises ValueError, naming the setting, for any other text."""
     schedules = {schedule.value: schedule for schedule in Schedule}
-    if given["schedule"] not in schedules:
-        raise ValueError(
-            f'additional_config["{KEY}"]["schedule"] must be one of {", ".join(schedules)}, '
-            f"got {given['schedule']!r}"
-        )
-    return Settings(schedules[given["schedule"]])
+    if not isinstance(given, str) or given not in schedules:
+        raise ValueError(f"{name} must be one of {', '.join(schedules)}, got {given!r}")
+    return schedules[given]
