@@ -15,10 +15,12 @@ KEY = "anabranch"
 class Settings:
     """`--additional-config '{"anabranch": {"schedule": "serial"}}'`.
 
-    - `schedule`: of the decode steps; see `anabranch.schedules`.
+    - `schedule`: of the decode steps; see `anabranch.schedules`. vLLM binds a rank's threads to
+      cores, and the side stream shares the first of them with the main stream: it gains only
+      while that waits for the exchange, so `auto` is what runs unless another is named.
     """
 
-    schedule: Schedule = Schedule.OVERLAP
+    schedule: Schedule = Schedule.AUTO
 
 
 def read_settings(additional_config: object) -> Settings:
