@@ -28,6 +28,7 @@ MODEL = "the checkpoint"
 SHARDED = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 CASES = {
     "fp8": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be auto or the model's float32"),
+    "stages": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1, got 2"),
     "replicated queries": ({"dcp_q_replicate": True}, "dcp_q_replicate must be off"),
     "wrong rotary": (
         {"compilation_config": {"custom_ops": ["+rotary_embedding"]}},

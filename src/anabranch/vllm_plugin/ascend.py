@@ -60,7 +60,7 @@ class MLADCPImpl(AscendMlaDCPImpl):  # type: ignore[misc]
             v_head_dim=self.v_head_dim,
             scale=self.scale,
         )
-        device = torch.device("npu", torch.accelerator.current_device_index())
+        device = this_device()
         buffers = _buffers.setdefault(device, Buffers(device))
         schedule = read_schedule(ASCEND_SCHEDULE, os.environ[ASCEND_SCHEDULE])
         self._decoder = LatentDecoder(dims, self.dcp_device_group, schedule, buffers)
@@ -117,6 +117,10 @@ class MLADCPImpl(AscendMlaDCPImpl):  # type: ignore[misc]
         )
         projected: torch.Tensor = self._v_up_proj_batch_major(self._decoder.step(inputs))
         return projected
+
+
+def this_device() -> torch.device:
+    return torch.device("npu", torch.accelerator.current_device_index())
 
 
 def decode_batch(decode: Any, tokens: int) -> DecodeBatch:

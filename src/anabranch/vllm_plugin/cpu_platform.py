@@ -36,7 +36,7 @@ class AnabranchCpuPlatform(CpuPlatform):  # type: ignore[misc]
         if not _chosen(vllm_config):
             super().check_and_update_config(vllm_config)
             return
-        read_settings(vllm_config.additional_config)
+        schedule = read_settings(vllm_config.additional_config).schedule
         refuse_unsupported(vllm_config)
         vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
         asked = _Asked.of(vllm_config)
@@ -44,9 +44,12 @@ class AnabranchCpuPlatform(CpuPlatform):  # type: ignore[misc]
         asked.restore(vllm_config)
         _use_correct_rotary(vllm_config)
         logger.info(
-            "anabranch serves MLA: chunked prefill %s, prefix caching %s, block size %d.",
+            "anabranch serves MLA: chunked prefill %s, prefix caching %s, block size %d, "
+            "schedule %s. It exchanges by one all-to-all: dcp_comm_backend %s is not used.",
             *("on" if flag else "off" for flag in (asked.chunked_prefill, asked.prefix_caching)),
             asked.block_size,
+            schedule.value,
+            vllm_config.parallel_config.dcp_comm_backend,
         )
 
     @classmethod

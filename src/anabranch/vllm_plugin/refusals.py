@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SPECULATION = ("ngram",)
+SPECULATION = ("ngram", "mtp")
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
@@ -27,6 +27,9 @@ def _refused(vllm_config: VllmConfig) -> Iterator[str]:
     prefill_size = parallel.prefill_context_parallel_size
     if prefill_size > 1:
         yield f"prefill_context_parallel_size must be 1, got {prefill_size}"
+    stages = parallel.pipeline_parallel_size
+    if stages > 1:
+        yield f"pipeline_parallel_size must be 1, got {stages}"
     if parallel.dcp_q_replicate:
         yield "dcp_q_replicate must be off"
     if cache.cache_dtype not in ("auto", dtype):
