@@ -203,10 +203,8 @@ def measure(
                 values[name].append(statistics.median(sample[part] for sample in samples))
     for engine in used:
         engine.ask("drop")
-    first, *others = contenders
-    ratios = [(first, other) for other in others]
-    ratios += [("TP 2", name) for name in others if name.startswith("DCP")]
-    ratios += [("DCP 2, serial", name) for name in ("DCP 2, overlap", "DCP 2, auto")]
+    ratios = [("vllm", "anabranch"), ("vllm TP 2", "TP 2")]
+    ratios += [("TP 2", name) for name in contenders if name.startswith("DCP")]
     for part, values in parts.items():
         setting = {"context": context, "batch": batch}
         report.add(f"{section}, {part}", setting, values, ratios)

@@ -45,11 +45,10 @@ class AnabranchCpuPlatform(CpuPlatform):  # type: ignore[misc]
         _use_correct_rotary(vllm_config)
         logger.info(
             "anabranch serves MLA: chunked prefill %s, prefix caching %s, block size %d, "
-            "schedule %s. It exchanges by one all-to-all: dcp_comm_backend %s is not used.",
+            "schedule %s, exchange by one all-to-all whatever dcp_comm_backend says.",
             *("on" if flag else "off" for flag in (asked.chunked_prefill, asked.prefix_caching)),
             asked.block_size,
             schedule.value,
-            vllm_config.parallel_config.dcp_comm_backend,
         )
 
     @classmethod
