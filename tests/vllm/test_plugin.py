@@ -52,12 +52,13 @@ def latent_step(problem: Problem, interleave: int) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.parametrize("new", [[1, 3, 1, 2], [1, 1, 1, 1]])
 @pytest.mark.parametrize("interleave", [1, 16])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_step_in_an_engine_is_right_under_every_schedule(
-    ranks: type[Ranks], size: int, interleave: int
+    ranks: type[Ranks], size: int, interleave: int, new: list[int]
 ) -> None:
-    problem = Problem([0, 1, 40, 33], [1, 3, 1, 2], dims(4), block_size=16)
+    problem = Problem([0, 1, 40, 33], new, dims(4), block_size=16)
     expected = problem.answer()[0]
     for rank, results in enumerate(ranks(size).run(latent_step, problem, interleave)):
         heads = problem.dims.num_heads // size

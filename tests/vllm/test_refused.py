@@ -24,7 +24,7 @@ for case in json.loads(sys.argv[1]):
     except Exception as error:
         print("REFUSED", str(error).replace("\\n", " "))
 """
-MODEL = "the checkpoint"
+MODEL, DRAFT = "the checkpoint", "another checkpoint"
 SHARDED = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 CASES = {
     "fp8": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be auto or the model's float32"),
@@ -42,11 +42,11 @@ CASES = {
         {
             "speculative_config": {
                 "method": "draft_model",
-                "model": MODEL,
+                "model": DRAFT,
                 "num_speculative_tokens": 2,
             }
         },
-        "speculative method must be one of ngram, got mtp",  # what vLLM makes of such a draft
+        "speculative method must be one of ngram, mtp, got draft_model",
     ),
     "connector": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
@@ -71,7 +71,9 @@ def verdicts(checkpoint: Callable[..., Path]) -> dict[str, str]:
             sys.executable,
             "-c",
             CONFIGURE,
-            json.dumps(arguments).replace(MODEL, str(checkpoint("v3"))),
+            json.dumps(arguments)
+            .replace(MODEL, str(checkpoint("v3")))
+            .replace(DRAFT, str(checkpoint("v2_lite"))),
         ],
         capture_output=True,
         text=True,

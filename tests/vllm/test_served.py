@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import drafts
 import pytest
 from checkpoints import tokens
 from reference import Reference
@@ -110,6 +111,25 @@ def test_interleave_speculation_preemption_and_another_schedule(
     assert served.counters["vllm:spec_decode_num_accepted_tokens"] > 0
     assert served.counters["vllm:num_preemptions"] > 0
     assert max(map(len, prompts)) > served.cache_tokens / 2
+    for answer, prompt in zip(served.batches[0], prompts, strict=True):
+        assert_greedy(answer, prompt, reference)
+
+
+def test_an_mtp_layer_drafts(checkpoint: Callable[..., Path]) -> None:
+    """Its own latents are sharded like the model's: its drafts are as good as they can be."""
+    model = checkpoint("v3", **drafts.SETTINGS)
+    drafts.add_draft_layer(model)
+    prompts = PROMPTS[10:20]
+    served = serve(
+        model,
+        [[request(prompt, COUNT // 2) for prompt in prompts]],
+        max_model_len=512,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+        **TWO_RANKS,
+    )
+    accepted = served.counters["vllm:spec_decode_num_accepted_tokens"]
+    assert accepted > 0.7 * served.counters["vllm:spec_decode_num_drafts"]
+    reference = Reference(model)
     for answer, prompt in zip(served.batches[0], prompts, strict=True):
         assert_greedy(answer, prompt, reference)
 

@@ -39,6 +39,9 @@ class AnabranchCpuPlatform(CpuPlatform):  # type: ignore[misc]
         schedule = read_settings(vllm_config.additional_config).schedule
         refuse_unsupported(vllm_config)
         vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+        speculation = vllm_config.speculative_config
+        if speculation is not None and speculation.attention_backend is None:
+            speculation.attention_backend = AttentionBackendEnum.CUSTOM  # of a draft's own layers
         asked = _Asked.of(vllm_config)
         super().check_and_update_config(vllm_config)
         asked.restore(vllm_config)
