@@ -43,5 +43,9 @@ def _refused(vllm_config: VllmConfig) -> Iterator[str]:
         yield (
             f"speculative method must be one of {', '.join(SPECULATION)}, got {speculation.method}"
         )
+    elif speculation is not None and speculation.method == "mtp":
+        drafted, sharded = speculation.num_speculative_tokens, parallel.decode_context_parallel_size
+        if drafted > 1 and sharded > 1:  # slots of the later ones are computed as if unsharded
+            yield f"num_speculative_tokens of mtp must be 1 under DCP, got {drafted}"
     if "+rotary_embedding" in vllm_config.compilation_config.custom_ops:
         yield "custom_ops +rotary_embedding, which rotates MLA queries wrongly on CPU"
