@@ -24,7 +24,7 @@ for case in json.loads(sys.argv[1]):
     except Exception as error:
         print("REFUSED", str(error).replace("\\n", " "))
 """
-MODEL, DRAFT = "the checkpoint", "another checkpoint"
+MODEL, SMALLER, DRAFT = "the checkpoint", "a smaller one", "one with drafts"
 SHARDED = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 CASES = {
     "fp8": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be auto or the model's float32"),
@@ -42,11 +42,15 @@ CASES = {
         {
             "speculative_config": {
                 "method": "draft_model",
-                "model": DRAFT,
+                "model": SMALLER,
                 "num_speculative_tokens": 2,
             }
         },
         "speculative method must be one of ngram, mtp, got draft_model",
+    ),
+    "drafts ahead": (
+        {"model": DRAFT, "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+        "num_speculative_tokens of mtp must be 1 under DCP, got 2",
     ),
     "connector": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
@@ -73,7 +77,8 @@ def verdicts(checkpoint: Callable[..., Path]) -> dict[str, str]:
             CONFIGURE,
             json.dumps(arguments)
             .replace(MODEL, str(checkpoint("v3")))
-            .replace(DRAFT, str(checkpoint("v2_lite"))),
+            .replace(SMALLER, str(checkpoint("v2_lite")))
+            .replace(DRAFT, str(checkpoint("v3", draft=True))),
         ],
         capture_output=True,
         text=True,

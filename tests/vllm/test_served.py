@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import drafts
 import pytest
 from checkpoints import tokens
 from reference import Reference
@@ -117,8 +116,7 @@ def test_interleave_speculation_preemption_and_another_schedule(
 
 def test_an_mtp_layer_drafts(checkpoint: Callable[..., Path]) -> None:
     """Its own latents are sharded like the model's: its drafts are as good as they can be."""
-    model = checkpoint("v3", **drafts.SETTINGS)
-    drafts.add_draft_layer(model)
+    model = checkpoint("v3", draft=True)
     prompts = PROMPTS[10:20]
     served = serve(
         model,
