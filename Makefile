@@ -70,7 +70,7 @@ test-vllm: .venv-vllm/installed
 .venv-vllm/installed: pyproject.toml constraints.txt tests/vllm/install.py
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM)/python -m pip install --quiet torch==2.13.0 packaging
-	$(VLLM)/python tests/vllm/install.py 0.32.0
+	$(VLLM)/python tests/vllm/install.py 0.32.0 0.30.0rc2
 	$(VLLM)/python -m pip install --quiet pytest hypothesis
 	$(VLLM)/python -m pip install --quiet --no-deps -e .
 	touch $@

@@ -60,8 +60,15 @@ class LatentCache:
                 f"buffer must be [num_blocks, block_size, L + R] with L = {kv_lora_rank}, "
                 f"got shape {list(buffer.shape)}"
             )
+        return cls.from_parts(buffer[..., :kv_lora_rank], buffer[..., kv_lora_rank:], scale=scale)
+
+    @classmethod
+    def from_parts(
+        cls, latent: torch.Tensor, rope: torch.Tensor, *, scale: float = 1.0
+    ) -> LatentCache:
+        """Wrap an engine's own `latent` `[num_blocks, block_size, L]` and `rope` `[..., R]`."""
         cache = cls.__new__(cls)
-        cache._bind(buffer[..., :kv_lora_rank], buffer[..., kv_lora_rank:], scale)
+        cache._bind(latent, rope, scale)
         return cache
 
     def _bind(self, latent: torch.Tensor, rope: torch.Tensor, scale: float) -> None:

@@ -18,6 +18,9 @@ from contextlib import contextmanager
 
 import torch
 
+# The name in `torch` may be another's: vLLM's workers put one there that does nothing.
+from torch._C import set_num_threads
+
 from anabranch import native
 from anabranch.attention import cpu_fallback
 from anabranch.cache import DecodeBatch, LatentCache
@@ -164,8 +167,8 @@ def _one_thread() -> Iterator[None]:
     depend on the stream that a schedule gives it to. The compiled loop sees to that itself.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        set_num_threads(threads)
