@@ -43,6 +43,7 @@ BLOCK = 16  # tokens per block: the size vLLM's kernel is compiled for
 KEY_TILE = 512
 PEAK_SIZE = 2048
 COPY_BYTES = 2**28
+WARM_SECONDS = 0.15
 ALONE = ShardLayout()
 INSTALL = (
     "vLLM's kernel is left out; to include it: "
@@ -225,7 +226,7 @@ def one_thread(report: Report, with_vllm: bool, quick: bool) -> None:
 
 
 def interleave_warm(contenders: dict[str, Callable[[], object]], rounds: int) -> Samples:
-    """As `interleave`, each sample behind two calls that are not timed.
+    """As `interleave`, each sample behind calls that are not timed, for `WARM_SECONDS`.
 
     A process that changes its number of threads starts a new team, which takes a while to be
     spread over the cores; one that decodes does not change it.
@@ -233,11 +234,12 @@ def interleave_warm(contenders: dict[str, Callable[[], object]], rounds: int) ->
     samples: Samples = {name: [] for name in contenders}
     for index in range(rounds):
         for name in rotated(contenders, index):
-            for _ in range(3):
-                begin = time.perf_counter()
+            until = time.perf_counter() + WARM_SECONDS
+            while time.perf_counter() < until:
                 contenders[name]()
-                seconds = time.perf_counter() - begin
-            samples[name].append(seconds)
+            begin = time.perf_counter()
+            contenders[name]()
+            samples[name].append(time.perf_counter() - begin)
     return samples
 
 

@@ -1,89 +1,51 @@
-"""Shares of a kernel's work: each is run once, by whoever is free."""
+"""Work cut into shares for threads: of any number, on any number of cores, the same answers."""
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from anabranch import AttentionKind, ShardLayout, native, partial_attention
-from problem import Problem, dims
+from anabranch import AttentionKind, ShardLayout, merge_partials, partial_attention, v_up
+from problem import TOLERANCE, Problem, dims, relative_error
 
 
-@pytest.mark.parametrize("shares", [1, 2, 7])
-def test_each_share_is_run_once(shares: int) -> None:
-    run: list[int] = []
-    native.in_shares(run.append, shares)
-    assert sorted(run) == list(range(shares))
-
-
-def test_a_helper_that_never_comes_is_not_waited_for() -> None:
-    """What a core kept busy by another process looks like from here."""
-    release = threading.Event()
-    with ThreadPoolExecutor(1) as busy:
-        busy.submit(release.wait)
-        try:
-            run: dict[int, int] = {}
-            with mock.patch.object(native, "_helpers", return_value=busy):
-                native.in_shares(lambda share: run.update({share: threading.get_ident()}), 3)
-        finally:
-            release.set()
-    assert run == dict.fromkeys(range(3), threading.get_ident())
-
-
-def test_helpers_of_a_bound_thread_run_where_its_siblings_are_bound() -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        pytest.skip("one core")
-    found, bound, done = [], threading.Event(), threading.Event()
-
-    def sibling() -> None:
-        os.sched_setaffinity(0, cores[1:2])
-        bound.set()
-        done.wait()
-
-    def main() -> None:
-        os.sched_setaffinity(0, cores[:1])
-        found.append(native._cores())
-
-    others = threading.Thread(target=sibling)
-    others.start()
-    bound.wait()
-    thread = threading.Thread(target=main)
-    thread.start()
-    thread.join()
-    done.set()
-    others.join()
-    assert found == [set(cores[:2])]
+@pytest.fixture(params=[1, 2, 5])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("heads", [16, 80])
-def test_the_bits_depend_on_the_number_of_shares_alone(heads: int) -> None:
-    """Whichever thread runs a share, in whatever order."""
+def test_attention_of_any_number_of_threads(threads: int, heads: int) -> None:
     problem = Problem([9000, 3, 0, 4000], [2, 1, 1, 3], dims(heads), torch.bfloat16)
     cache, batch = problem.shard(ShardLayout())
     rank = problem.dims.kv_lora_rank
     queries = problem.queries[..., :rank], problem.queries[..., rank:]
-    counts: list[int] = []
+    keys = problem.current_keys
+    current = (keys[:, :rank], keys[:, rank:])
+    history = [
+        partial_attention(*queries, cache, batch, AttentionKind.HISTORY, problem.dims)
+        for _ in range(3)
+    ]
+    for again in history[1:]:  # whichever thread ran which share
+        assert all(map(torch.equal, history[0], again))
+    local = partial_attention(*queries, current, batch, AttentionKind.CURRENT, problem.dims)
+    out, _ = merge_partials(history[0][0][None], history[0][1][None], *local)
+    assert relative_error(out, problem.answer()[0]) < TOLERANCE[torch.bfloat16]
 
-    def attend(order: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        def in_order(run: Callable[[int], object], shares: int) -> None:
-            counts.append(shares)
-            for share in order:
-                run(share)
 
-        with mock.patch.object(native, "in_shares", in_order):
-            return partial_attention(*queries, cache, batch, AttentionKind.HISTORY, problem.dims)
-
-    with mock.patch.object(torch, "get_num_threads", return_value=4):
-        first, second, third = (
-            attend(order) for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1])
-        )
-    assert counts == [4, 4, 4]
-    for other in (second, third):
-        assert all(map(torch.equal, first, other))
+def test_merge_and_v_up_give_the_bits_of_one_thread(threads: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    outs = torch.randn(3, 40, 24, 64, generator=random)
+    lses = torch.randn(3, 40, 24, generator=random)
+    weights = torch.randn(24, 64, 96, generator=random)
+    merged = merge_partials(outs, lses)
+    projected = v_up(merged[0], weights)
+    torch.set_num_threads(1)
+    alone = merge_partials(outs, lses)
+    assert all(map(torch.equal, merged, alone))
+    assert torch.equal(projected, v_up(alone[0], weights))

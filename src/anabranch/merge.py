@@ -14,8 +14,6 @@ import torch
 from anabranch import native, triton_kernels
 from anabranch.streams import launch
 
-SHARE_ELEMENTS = 65536  # of all partials: what is worth another thread
-
 
 def merge_partials(
     outs: torch.Tensor,
@@ -84,18 +82,12 @@ def _merge_native(
         dtypes(*(native.DTYPES[payload.dtype] for payload, _ in rows)),
         pointers(*(log.data_ptr() for _, log in rows)),
         strides(*(4 * log.stride(1) for _, log in rows)),
-        count, out.shape[-1], out.data_ptr(), native.DTYPES[out.dtype], lse.data_ptr(),
+        count, lse.numel(), out.shape[-1], out.data_ptr(), native.DTYPES[out.dtype],
+        lse.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
-    total = lse.numel()
-    shares = min(torch.get_num_threads(), 1 + total * out.shape[-1] * count // SHARE_ELEMENTS)
-
-    def merge_share(share: int) -> None:
-        first, last = total * share // shares, total * (share + 1) // shares
-        library.kernels.anabranch_merge(*arguments, first, last)
-
     launch(
         "anabranch_merge",
-        lambda: native.in_shares(merge_share, shares),
+        lambda: library.kernels.anabranch_merge(*arguments),
         reads=[tensor for row in rows for tensor in row],
         writes=(out, lse),
     )

@@ -12,7 +12,6 @@ import torch
 from anabranch import native
 from anabranch.streams import launch
 
-SHARE_FLOPS = 10_000_000  # what is worth another thread
 # Limits of npu_transpose_batchmatmul: the batch times K where it transposes, and the multiple
 # that K and N must be of. Both are in torch_npu's own fusion pass for it.
 NPU_MOST = 65536
@@ -120,14 +119,11 @@ def _product(
         arguments = (
             x.data_ptr(), x.stride(1), x.stride(0), w.data_ptr(), w.stride(0), w.stride(1),
             out.data_ptr(), out.stride(1), out.stride(0), tokens, heads, rank, width,
-            native.DTYPES[x.dtype], workspace.data_ptr(), library.sgemm, library.limit,
+            native.DTYPES[x.dtype], threads, workspace.data_ptr(), library.sgemm, library.limit,
         )  # fmt: skip
-        shares = min(threads, heads, 1 + 2 * x.numel() * width // SHARE_FLOPS)
         launch(
             "anabranch_v_up",
-            lambda: native.in_shares(
-                lambda share: library.kernels.anabranch_v_up(*arguments, share, shares), shares
-            ),
+            lambda: library.kernels.anabranch_v_up(*arguments),
             reads=(x, w),
             writes=(out, workspace),
         )

@@ -140,19 +140,11 @@ def _attend(
     )  # fmt: skip
     lost = launch(
         "anabranch_attention",
-        lambda: _run(library.kernels, task),
+        lambda: library.kernels.anabranch_attention(ctypes.byref(task)),
         reads=(q_nope, q_pe, latent, rope, batch.block_table, batch.seq_lens, batch.query_lens),
         writes=(out, lse, workspace),
     )
     return lost - 1 if lost else None
-
-
-def _run(kernels: ctypes.CDLL, task: native.Attention) -> int:
-    lost = int(kernels.anabranch_attention_begin(task))
-    if not lost:
-        native.in_shares(lambda share: kernels.anabranch_attention_share(task, share), task.shares)
-        kernels.anabranch_attention_end(task)
-    return lost
 
 
 def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,17 @@
 /* The CPU provider's loops: attention tiles, pack, merge, V-up. Plain C, no PyTorch headers.
  *
  * Matrix products are those of the BLAS that PyTorch carries, passed in as function pointers.
- * Work that several threads do is cut into shares; the caller gives each to a thread.
+ * Work of several threads is cut into shares; the bits depend on how many, not on who runs which.
  * All sums run in FP32. Strides count elements; the last dimension of every tensor is contiguous.
  * Compiled by anabranch.native on first use, for the machine it runs on.
  */
 
 #include <math.h>
 #include <omp.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -27,7 +29,7 @@ typedef void (*bf16gemm_fn)(int, int, int, int, int, int, float, const uint16_t 
 /* MKL's limit on the threads of the products that a thread asks for; returns the one before. */
 typedef int (*limit_fn)(int);
 
-/* Work is cut into shares here, each for one thread, so the BLAS must not cut it again. */
+/* A share is for one thread, so the BLAS must not cut it again. */
 typedef struct {
     int omp, mkl;
 } Limits;
@@ -41,6 +43,42 @@ static Limits one_thread(limit_fn limit) {
 static void restore(limit_fn limit, Limits before) {
     omp_set_num_threads(before.omp);
     if (limit) limit(before.mkl);
+}
+
+/* ---- shares -------------------------------------------------------------------------------- */
+
+typedef void (*share_fn)(const void *task, int64_t share);
+
+enum { LATE = 1000000, PATIENCE = 10 }; /* nanoseconds; and how many times as long as was lost */
+static atomic_int_fast64_t alone_until;
+
+static int64_t nanoseconds(clockid_t clock) {
+    struct timespec now;
+    clock_gettime(clock, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* Run every share once, on as many threads of OpenMP's team, the one of PyTorch's operators. A
+ * thread whose core another process wants comes late by whole time slices, and the others must wait
+ * for it. Once that has happened, this thread runs all shares itself for a while. */
+static void in_shares(share_fn run, const void *task, int64_t shares) {
+    int64_t begin = shares > 1 ? nanoseconds(CLOCK_MONOTONIC) : 0;
+    if (shares == 1 || begin < atomic_load(&alone_until)) {
+        for (int64_t share = 0; share < shares; share++) run(task, share);
+        return;
+    }
+    atomic_int_fast64_t next = 0, most_lost = 0;
+#pragma omp parallel num_threads(shares)
+    {
+        int64_t ran = -nanoseconds(CLOCK_THREAD_CPUTIME_ID), share;
+        while ((share = atomic_fetch_add(&next, 1)) < shares) run(task, share);
+        ran += nanoseconds(CLOCK_THREAD_CPUTIME_ID);
+        int64_t lost = nanoseconds(CLOCK_MONOTONIC) - begin - ran;
+        if (lost > atomic_load(&most_lost)) atomic_store(&most_lost, lost);
+    }
+    int64_t lost = atomic_load(&most_lost);
+    if (lost > LATE)
+        atomic_store(&alone_until, nanoseconds(CLOCK_MONOTONIC) + PATIENCE * lost);
 }
 
 /* ---- number formats ---------------------------------------------------------------------- */
@@ -268,7 +306,7 @@ typedef struct {
     void *out;  /* [T, heads, L] contiguous */
     float *lse; /* [T, heads] contiguous */
     int64_t batch, tokens, heads, rank, rope_width, row_tile, key_tile;
-    int64_t work; /* rows times keys, filled in by anabranch_attention_begin */
+    int64_t work; /* rows times keys, filled in here */
     float scale, cache_scale;
     int32_t dtype, cache_dtype, shares;
     char *workspace;
@@ -530,13 +568,11 @@ static void add_partial(const Attention *a, const Unit *unit, struct Partial *in
 }
 
 /* Both kinds of partial attention. The rows times keys of all units are cut into equal shares, so
- * a unit may be in several; their partials are merged at the end. Call begin, then run each share
- * once, in any order, on any thread, then end. The bits depend on the number of shares alone. */
+ * a unit may be in several; their partials are merged at the end. */
 enum { SHARE_FLOPS = 10000000 }; /* what takes long enough to be worth another thread */
 
-/* Lowers a->shares to what the work is worth. Returns 0, or 1 + the sequence whose block table
- * leads outside the cache: then nothing may follow. */
-int64_t anabranch_attention_begin(Attention *a) {
+/* Check the block table and lower a->shares to what the work is worth. Returns as below. */
+static int64_t begin_attention(Attention *a) {
     if (a->table)
         for (int64_t b = 0; b < a->batch; b++)
             for (int64_t i = 0; i * a->block_size < a->key_lens[b]; i++) {
@@ -554,7 +590,8 @@ int64_t anabranch_attention_begin(Attention *a) {
     return 0;
 }
 
-void anabranch_attention_share(const Attention *a, int64_t share) {
+static void attention_share(const void *task, int64_t share) {
+    const Attention *a = task;
     Limits before = one_thread(a->limit);
     Scratch s = scratch_of(a, share);
     int64_t begin = a->work * share / a->shares, end = a->work * (share + 1) / a->shares;
@@ -585,7 +622,7 @@ void anabranch_attention_share(const Attention *a, int64_t share) {
     restore(a->limit, before);
 }
 
-void anabranch_attention_end(const Attention *a) {
+static void end_attention(const Attention *a) {
     int64_t index = 0, rows = 0;
     Unit u = {0, 0, 0, 0, 0};
     for (next_unit(a, &u); u.sequence < a->batch; next_unit(a, &u), index++) {
@@ -605,6 +642,15 @@ void anabranch_attention_end(const Attention *a) {
         rows = u.first_row + u.tokens;
     }
     clear_rows(a, rows, a->tokens);
+}
+
+/* Returns 0, or 1 + the sequence whose block table leads outside the cache. */
+int64_t anabranch_attention(Attention *a) {
+    int64_t lost = begin_attention(a);
+    if (lost) return lost;
+    in_shares(attention_share, a, a->shares);
+    end_attention(a);
+    return 0;
 }
 
 /* ---- pack, merge, cache ------------------------------------------------------------------ */
@@ -641,16 +687,31 @@ int64_t anabranch_store(const char *kv_c, int64_t kv_c_row, const char *k_pe, in
     return 0;
 }
 
-/* Merge rows [first, last) of `parts` partials of T*H rows. Row r of partial n is at outs[n] + r * row[n] elements of
- * dtype[n], its LSE at lses[n] + r * lse_row[n] bytes. */
-void anabranch_merge(const char **outs, const int64_t *row, const int32_t *dtypes,
-                     const char **lses, const int64_t *lse_row, int64_t parts, int64_t width,
-                     char *out, int32_t dtype, float *lse, int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; r++) {
+/* Merge `parts` partials of T*H rows. Row r of partial n is at outs[n] + r * row[n] elements of
+ * dtypes[n], its LSE at lses[n] + r * lse_row[n] bytes. */
+typedef struct {
+    const char **outs;
+    const int64_t *row;
+    const int32_t *dtypes;
+    const char **lses;
+    const int64_t *lse_row;
+    int64_t parts, rows, width;
+    char *out;
+    int32_t dtype;
+    float *lse;
+    int64_t shares;
+} Merge;
+
+enum { SHARE_ELEMENTS = 65536 };
+
+static void merge_share(const void *task, int64_t share) {
+    const Merge *m = task;
+    int64_t parts = m->parts, width = m->width;
+    for (int64_t r = m->rows * share / m->shares; r < m->rows * (share + 1) / m->shares; r++) {
         float weights[parts], peak = -INFINITY, total = 0, acc[width], values[width];
         for (int64_t n = 0; n < parts; n++) {
             float log;
-            memcpy(&log, lses[n] + r * lse_row[n], 4);
+            memcpy(&log, m->lses[n] + r * m->lse_row[n], 4);
             weights[n] = isfinite(log) ? log : -INFINITY;
             peak = weights[n] > peak ? weights[n] : peak;
         }
@@ -662,12 +723,22 @@ void anabranch_merge(const char **outs, const int64_t *row, const int32_t *dtype
         for (int64_t n = 0; n < parts; n++) {
             float weight = total > 0 ? weights[n] / total : 0;
             if (weight == 0) continue; /* whatever the payload holds, it is not read */
-            load_row(values, at(outs[n], r * row[n], dtypes[n]), width, dtypes[n], 1);
+            int32_t dtype = m->dtypes[n];
+            load_row(values, at(m->outs[n], r * m->row[n], dtype), width, dtype, 1);
             for (int64_t i = 0; i < width; i++) acc[i] += weight * values[i];
         }
-        store_row(out + r * width * ITEM[dtype], acc, width, dtype, 1);
-        lse[r] = total > 0 ? peak + logf(total) : -INFINITY;
+        store_row(m->out + r * width * ITEM[m->dtype], acc, width, m->dtype, 1);
+        m->lse[r] = total > 0 ? peak + logf(total) : -INFINITY;
     }
+}
+
+void anabranch_merge(const char **outs, const int64_t *row, const int32_t *dtypes,
+                     const char **lses, const int64_t *lse_row, int64_t parts, int64_t rows,
+                     int64_t width, char *out, int32_t dtype, float *lse, int64_t threads) {
+    int64_t worth = 1 + rows * width * parts / SHARE_ELEMENTS;
+    Merge task = {outs, row, dtypes, lses, lse_row, parts, rows, width, out, dtype, lse,
+                  threads < worth ? threads : worth};
+    in_shares(merge_share, &task, task.shares);
 }
 
 /* ---- V-up -------------------------------------------------------------------------------- */
@@ -678,39 +749,53 @@ int64_t anabranch_v_up_bytes(int64_t rank, int64_t width, int64_t shares) {
     return 4 * shares * (V_UP_TILE * (rank + width) + rank * width);
 }
 
-/* x [T, H, L] times w [H, L, V] to out [T, H, V], one head at a time, one share of the heads. Each
- * head's rows and weights pass through scratch, so the bits depend on neither strides nor shares. */
-void anabranch_v_up(const void *x, int64_t x_token, int64_t x_head, const void *w,
-                    int64_t w_head, int64_t w_row, char *out, int64_t out_token,
-                    int64_t out_head, int64_t tokens, int64_t heads, int64_t rank,
-                    int64_t width, int32_t dtype, float *workspace, sgemm_fn sgemm,
-                    limit_fn limit, int64_t share, int64_t shares) {
-    Limits before = one_thread(limit);
-    float *weights = workspace + share * (V_UP_TILE * (rank + width) + rank * width);
+/* x [T, H, L] times w [H, L, V] to out [T, H, V], one head at a time. Each head's rows and weights
+ * pass through scratch, so the bits depend on neither strides nor shares. */
+typedef struct {
+    const void *x;
+    int64_t x_token, x_head;
+    const void *w;
+    int64_t w_head, w_row;
+    char *out;
+    int64_t out_token, out_head, tokens, heads, rank, width;
+    int32_t dtype;
+    int64_t shares;
+    float *workspace;
+    sgemm_fn sgemm;
+    limit_fn limit;
+} VUp;
+
+static void v_up_share(const void *task, int64_t share) {
+    const VUp *p = task;
+    int64_t rank = p->rank, width = p->width, tokens = p->tokens;
+    int32_t dtype = p->dtype;
+    Limits before = one_thread(p->limit);
+    float *weights = p->workspace + share * (V_UP_TILE * (rank + width) + rank * width);
     float *rows = weights + rank * width, *result = rows + V_UP_TILE * rank;
-    for (int64_t h = heads * share / shares; h < heads * (share + 1) / shares; h++) {
+    for (int64_t h = p->heads * share / p->shares; h < p->heads * (share + 1) / p->shares; h++) {
         const float *factors = weights;
         int l = (int)rank, v = (int)width, w_stride = v;
-        if (dtype == F32) { /* no copy; both forms of V-up have the same weights, so the same bits */
-            factors = (const float *)w + h * w_head;
-            w_stride = (int)w_row;
+        if (dtype == F32) { /* no copy: both forms of V-up have the same weights */
+            factors = (const float *)p->w + h * p->w_head;
+            w_stride = (int)p->w_row;
         } else if (tokens > V_UP_FEW)
             for (int64_t k = 0; k < rank; k++)
-                load_row(weights + k * width, at(w, h * w_head + k * w_row, dtype), width, dtype,
-                         1);
+                load_row(weights + k * width, at(p->w, h * p->w_head + k * p->w_row, dtype),
+                         width, dtype, 1);
         for (int64_t first = 0; first < tokens; first += V_UP_TILE) {
             int count = (int)(tokens - first < V_UP_TILE ? tokens - first : V_UP_TILE);
             for (int64_t i = 0; i < count; i++)
-                load_row(rows + i * rank, at(x, (first + i) * x_token + h * x_head, dtype), rank,
-                         dtype, 1);
+                load_row(rows + i * rank,
+                         at(p->x, (first + i) * p->x_token + h * p->x_head, dtype), rank, dtype, 1);
             if (tokens > V_UP_FEW) {
                 float one = 1, zero = 0;
-                sgemm("N", "N", &v, &count, &l, &one, factors, &w_stride, rows, &l, &zero, result,
-                      &v);
+                p->sgemm("N", "N", &v, &count, &l, &one, factors, &w_stride, rows, &l, &zero,
+                         result, &v);
             } else { /* few rows: each weight is read once, from where it is */
                 memset(result, 0, count * width * 4);
                 for (int64_t k = 0; k < rank; k++) {
-                    load_row(weights, at(w, h * w_head + k * w_row, dtype), width, dtype, 1);
+                    load_row(weights, at(p->w, h * p->w_head + k * p->w_row, dtype), width, dtype,
+                             1);
                     for (int64_t i = 0; i < count; i++) {
                         float factor = rows[i * rank + k], *to = result + i * width;
                         for (int64_t j = 0; j < width; j++) to[j] += factor * weights[j];
@@ -718,9 +803,22 @@ void anabranch_v_up(const void *x, int64_t x_token, int64_t x_head, const void *
                 }
             }
             for (int64_t i = 0; i < count; i++)
-                store_row(out + ((first + i) * out_token + h * out_head) * ITEM[dtype],
+                store_row(p->out + ((first + i) * p->out_token + h * p->out_head) * ITEM[dtype],
                           result + i * width, width, dtype, 1);
         }
     }
-    restore(limit, before);
+    restore(p->limit, before);
+}
+
+void anabranch_v_up(const void *x, int64_t x_token, int64_t x_head, const void *w,
+                    int64_t w_head, int64_t w_row, char *out, int64_t out_token,
+                    int64_t out_head, int64_t tokens, int64_t heads, int64_t rank,
+                    int64_t width, int32_t dtype, int64_t threads, float *workspace,
+                    sgemm_fn sgemm, limit_fn limit) {
+    double worth = 1 + 2.0 * tokens * heads * rank * width / SHARE_FLOPS;
+    int64_t shares = threads < heads ? threads : heads;
+    VUp task = {x, x_token, x_head, w, w_head, w_row, out, out_token, out_head, tokens, heads,
+                rank, width, dtype, worth < shares ? (int64_t)worth : shares, workspace, sgemm,
+                limit};
+    in_shares(v_up_share, &task, task.shares);
 }
