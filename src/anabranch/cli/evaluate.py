@@ -16,10 +16,12 @@ from rich.table import Table
 from anabranch.cli.options import (
     EMBEDDED,
     ChatOption,
+    DeviceOption,
     DType,
     JSONOption,
     ModelOption,
     Reader,
+    check_device,
     check_model,
     count_ranks,
     names,
@@ -66,6 +68,7 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the JSON of --json there too.")
     ] = None,
+    device: DeviceOption = "cpu",
     as_json: JSONOption = False,
 ) -> None:
     """Score a checkpoint for each number of ranks, dtype and schedule.
@@ -79,6 +82,7 @@ def evaluate(
       anabranch evaluate --model ~/DeepSeek-V2-Lite --data gsm8k.jsonl --dcp 1,4
     """
     world_sizes = _world_sizes(dcp)
+    check_device(device, world_sizes)
     dtypes = _listed("--dtype", dtype, one_of(DType))
     schedules = _listed("--schedule", schedule, one_of(Schedule))
     if out is not None and not out.parent.is_dir():
@@ -118,7 +122,7 @@ def evaluate(
             bar.update(task, description=f"{ranks}, {news.configuration}", advance=news.problems)
 
         try:
-            part = run(world_size, job, plan, report=show)
+            part = run(world_size, job, plan, report=show, device=device)
         finally:
             bar.stop()
         if part is None:  # another rank of the launcher's speaks

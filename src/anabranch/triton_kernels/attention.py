@@ -69,10 +69,9 @@ def _values(stored, dtype: tl.constexpr):
 @triton.jit
 def _page(pages, block, num_keys, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
     """The pages of a block's keys: one where it holds all of them, else one for each."""
-    if BLOCK_SIZE % KEYS == 0:
-        key = block * KEYS
-    else:
-        key = block * KEYS + tl.arange(0, KEYS)
+    key = block * KEYS
+    if BLOCK_SIZE % KEYS != 0:
+        key += tl.arange(0, KEYS)
     return tl.load(pages + key // BLOCK_SIZE, mask=key < num_keys, other=0)
 
 
