@@ -10,6 +10,13 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "device.py"
 
 
+def test_the_page_has_the_floors_that_the_script_computes() -> None:
+    command = [sys.executable, str(SCRIPT), "--floors"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert table.count("\n") > 25
+    assert table in (SCRIPT.parents[1] / "docs" / "cuda.md").read_text()
+
+
 def test_quick_on_cpu_checks_every_kernel(tmp_path: Path) -> None:
     out = tmp_path / "device.json"
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--quick", "--out", str(out)]

@@ -147,7 +147,7 @@ def test_more_ranks_than_the_launcher_started(rank):
     )
 
 
-@pytest.mark.parametrize("case", ["schedule", "prompt beyond the cache"])
+@pytest.mark.parametrize("case", ["schedule", "no device", "prompt beyond the cache"])
 def test_under_a_launcher(folder, case):
     """Found out before the ranks meet, and when all have loaded the weights."""
     words = [word.format(folder=folder) for word in CASES[case][0]]
