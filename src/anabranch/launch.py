@@ -22,12 +22,15 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from anabranch.streams import may_fork, take_device
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkContext, SpawnContext
 
 Report = Callable[[Any], None]
 
@@ -163,6 +166,7 @@ def _start(
     # A fork shares what this process has imported, which takes longer than many a job. It would
     # lose threads of PyTorch's, so this process must compute nothing: a single rank is forked too.
     # The driver of an accelerator survives no fork, and looking for devices may have woken it.
+    context: ForkContext | SpawnContext
     if sys.platform == "linux" and may_fork(kind):
         context = multiprocessing.get_context("fork")
     else:
