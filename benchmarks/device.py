@@ -4,10 +4,11 @@
     python benchmarks/device.py --device cpu --quick      the same logic, tiny, on any machine
     python benchmarks/device.py --floors                  the floors on an H200, needs no device
 
-Needs nothing but PyTorch and Triton. A floor is the longer of two times: the bytes that must move
-at the measured rate of a copy, the products at the measured rate of a large matrix product. Each
-time is a median of CUDA events around a replayed graph, so that the host is not measured, and the
-calls in a graph take turns over memory several times the size of the L2 cache.
+Needs nothing but PyTorch and Triton; where FlashInfer is installed, it is timed beside ours. A
+floor is the longer of two times: the bytes that must move at the measured rate of a copy, the
+products at the measured rate of a large matrix product. Each time is a median of CUDA events
+around a replayed graph, so that the host is not measured, and the calls in a graph take turns over
+memory several times the size of the L2 cache.
 
 The step is that of one rank among N on one GPU: its shard is real, and the all-to-all is a copy
 of the same bytes on the main stream ("copy exchange"). No interconnect is measured here.
@@ -17,11 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -441,6 +444,44 @@ def _time_history(bench: Bench, heads: int, batch: int, context: int, stored: to
     if stored == torch.bfloat16 and keys <= size.most_keys // 16:
         plain = [_plain(paged, query, each, context) for each in paged.batches]
         bench.add("history, plain PyTorch", setting, bench.seconds(plain), work)
+    if stored == torch.bfloat16 and bench.device.type == "cuda" and find_spec("flashinfer"):
+        scratch = torch.empty(128 * 2**20, dtype=torch.uint8, device=bench.device)
+        calls = [flashinfer_history(paged, query, each, scratch) for each in paged.batches]
+        attend(paged.batches[0])()
+        theirs = calls[0]()
+        named = ", ".join(f"{name} {value}" for name, value in setting.items())
+        bench.check(f"ours against FlashInfer, {named}", relative_error(out[0], theirs[0]), 1e-2)
+        apart = float((out[1] - theirs[1] * math.log(2)).abs().max())  # their LSE is of base 2
+        bench.check(f"ours against FlashInfer, {named}, LSE", apart, 1e-2)
+        bench.add("history, FlashInfer", setting, bench.seconds(calls), work)
+
+
+def flashinfer_history(
+    paged: Paged, query: torch.Tensor, batch: DecodeBatch, scratch: torch.Tensor
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """HISTORY by FlashInfer, planned here for the lengths that `batch` has now."""
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    rank, table = paged.dims.kv_lora_rank, batch.block_table
+    pages = -(-batch.seq_lens // BLOCK)
+    used = torch.arange(table.shape[1], device=table.device) < pages[:, None]
+    wrapper = BatchMLAPagedAttentionWrapper(scratch)
+    wrapper.plan(
+        qo_indptr=_starts(batch.query_lens), kv_indptr=_starts(pages), kv_indices=table[used],
+        kv_len_arr=batch.seq_lens, num_heads=query.shape[1], head_dim_ckv=rank,
+        head_dim_kpe=query.shape[2] - rank, page_size=BLOCK, causal=False,
+        sm_scale=paged.dims.scale, q_data_type=query.dtype, kv_data_type=paged.cache.latent.dtype,
+    )  # fmt: skip
+    return lambda: wrapper.run(
+        q_nope=query[..., :rank], q_pe=query[..., rank:], ckv_cache=paged.cache.latent,
+        kpe_cache=paged.cache.rope, return_lse=True,
+    )  # fmt: skip
+
+
+def _starts(lengths: torch.Tensor) -> torch.Tensor:
+    """`[B + 1]` int32: where each of the sequences of these lengths begins, and where all end."""
+    ends = lengths.cumsum(0, dtype=torch.int32)
+    return torch.cat([ends.new_zeros(1), ends])
 
 
 def _plain(
