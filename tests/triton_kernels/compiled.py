@@ -111,10 +111,10 @@ def launches(target: int) -> Iterator[tuple[str, Launch]]:
     for name, dtype in (("BF16", bf16), ("FP8", fp8)):
         cache = LatentCache(128, 64, _dims(HEADS), dtype, "meta")
         pages = cache.latent, cache.rope
-        yield (
-            f"store {name}",
-            store.store_launch(rows[:, :RANK], rows[:, RANK:], slots, *pages, 0.5),
+        launch = store.store_launch(
+            rows[:, :RANK], rows[:, RANK:], slots, *pages, 0.5, has_fp8=chip.has_fp8
         )
+        yield f"store {name}", launch
 
 
 def _attention(
