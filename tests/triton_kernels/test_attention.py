@@ -217,3 +217,21 @@ def test_a_workspace_that_is_too_small_is_refused() -> None:
             problem.queries[..., :32], problem.queries[..., 32:], cache, batch,
             AttentionKind.HISTORY, problem.dims, torch.empty(8, dtype=torch.uint8),
         )  # fmt: skip
+
+
+def test_blocks_that_are_no_whole_number_of_entries_apart() -> None:
+    problem = Problem([70, 0, 20], [2, 1, 1], dims(4))
+    cache, batch = problem.shard(ShardLayout())
+    entries = cache.block_size * 40
+    apart = torch.full((cache.num_blocks, entries + 8), torch.nan)
+    buffer = apart[:, :entries].unflatten(1, (cache.block_size, 40))
+    buffer[..., :32], buffer[..., 32:] = cache.latent, cache.rope
+    queries = problem.queries[..., :32], problem.queries[..., 32:]
+    results = []
+    with on_triton():
+        for each in (cache, LatentCache.from_buffer(buffer, 32)):
+            assert cuda.paged_keys(each, batch).layout["BLOCK_ENTRIES"] == 16 * (each is cache)
+            kind = AttentionKind.HISTORY
+            results.append(partial_attention(*queries, each, batch, kind, problem.dims))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
