@@ -83,7 +83,7 @@ def check(result: Pair, expected: Pair, dtype: torch.dtype) -> None:
     torch.testing.assert_close(result[1].double(), expected[1], rtol=1e-4, atol=1e-3)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(case=cases())
 def test_both_kinds_agree_with_float64(case: tuple[ShardLayout, int, Problem]) -> None:
     layout, processors, problem = case
@@ -116,7 +116,7 @@ def test_sharding_is_no_less_exact_than_one_pass(dtype: torch.dtype, world_size:
     assert error(world_size) <= 1.5 * error(1)
 
 
-@pytest.mark.parametrize("processors", [1, 2, 5, 64])
+@pytest.mark.parametrize("processors", [1, 5, 64])
 def test_several_lanes_and_uneven_sequences(processors: int) -> None:
     """128 heads and more fill several row tiles; a sequence with many tokens has more of them."""
     problem = Problem([70, 0, 130], [1, 2, 5], dims(40), torch.bfloat16, padding_rows=3)
