@@ -94,6 +94,16 @@ def test_sharding_is_no_less_exact_than_one_pass(
     assert error(world_size) <= 1.5 * error(1)
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("rank", [24, 32, 48])  # rows of any number of register tiles, or none
+@pytest.mark.parametrize("heads", [1, 3, 5, 8, 9, 16, 17, 21, 64, 65])
+def test_few_rows_cross_register_and_key_tiles(heads: int, rank: int, dtype: torch.dtype) -> None:
+    problem = Problem([1, 95, 97, 200], [1, 1, 1, 1], dims(heads, rank, 9), dtype)
+    history, current = attend(problem, ShardLayout(), cpu)
+    out, _ = merge_partials(history[0][None], history[1][None], *current)
+    assert relative_error(out, problem.answer()[0]) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("provider", [cpu, cpu_fallback])
 def test_a_prefill_chunk_crosses_row_and_key_tiles(provider: Provider) -> None:
     problem = Problem([2500], [700], dims(4), block_size=64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -66,7 +66,7 @@ def test_flashinfer_is_given_the_same_problem(monkeypatch: pytest.MonkeyPatch) -
 
     dims = MLADims(3, 32, 8, 16, 16, 0.1)
     paged = type("Paged", (), {"dims": dims})()
-    paged.cache = LatentCache(8, device.BLOCK, dims, torch.float32)
+    paged.cache = LatentCache(8, 64, dims, torch.float32)
     paged.cache.latent.normal_()
     paged.cache.rope.normal_()
     lengths = torch.tensor([70, 1, 128], dtype=torch.int32)
@@ -104,3 +104,11 @@ def test_quick_on_cpu_checks_every_kernel(tmp_path: Path) -> None:
     for timing in content["timings"]:
         assert timing["seconds"] > 0
         assert timing["floor"] > 0
+
+
+@pytest.mark.skipif(find_spec("torch_npu") is not None, reason="torch_npu is installed")
+def test_an_npu_that_is_not_there_is_named() -> None:
+    command = [sys.executable, str(SCRIPT), "--device", "npu"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.endswith("error: torch_npu: not installed\n")

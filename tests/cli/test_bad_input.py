@@ -99,6 +99,14 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         ("evaluate", "--context-tokens", "3"),
         "--context-tokens 3: no ledger fills a context of 3 tokens",
     ),
+    "evaluate server": (
+        ("evaluate", "--server", "localhost:8000"),
+        "--server must be an http or https address, got localhost:8000",
+    ),
+    "evaluate server and ranks": (
+        ("evaluate", "--server", "http://localhost:8000", "--dcp", "2"),
+        "--model, --dcp, --dtype and --schedule are the server's with --server",
+    ),
     "evaluate data": (
         ("evaluate", "--data", "{folder}/bad.jsonl"),
         "--data {folder}/bad.jsonl: line 2 must be JSON with a question and an answer that ends "

@@ -24,10 +24,11 @@ for case in json.loads(sys.argv[1]):
     except Exception as error:
         print("REFUSED", str(error).replace("\\n", " "))
 """
-MODEL = "the checkpoint"
+MODEL, SMALLER, DRAFT = "the checkpoint", "a smaller one", "one with drafts"
 SHARDED = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 CASES = {
     "fp8": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be auto or the model's float32"),
+    "stages": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1, got 2"),
     "replicated queries": ({"dcp_q_replicate": True}, "dcp_q_replicate must be off"),
     "wrong rotary": (
         {"compilation_config": {"custom_ops": ["+rotary_embedding"]}},
@@ -41,11 +42,15 @@ CASES = {
         {
             "speculative_config": {
                 "method": "draft_model",
-                "model": MODEL,
+                "model": SMALLER,
                 "num_speculative_tokens": 2,
             }
         },
-        "speculative method must be one of ngram, got mtp",  # what vLLM makes of such a draft
+        "speculative method must be one of ngram, mtp, got draft_model",
+    ),
+    "drafts ahead": (
+        {"model": DRAFT, "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+        "num_speculative_tokens of mtp must be 1 under DCP, got 2",
     ),
     "connector": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
@@ -70,7 +75,10 @@ def verdicts(checkpoint: Callable[..., Path]) -> dict[str, str]:
             sys.executable,
             "-c",
             CONFIGURE,
-            json.dumps(arguments).replace(MODEL, str(checkpoint("v3"))),
+            json.dumps(arguments)
+            .replace(MODEL, str(checkpoint("v3")))
+            .replace(SMALLER, str(checkpoint("v2_lite")))
+            .replace(DRAFT, str(checkpoint("v3", draft=True))),
         ],
         capture_output=True,
         text=True,

@@ -114,6 +114,24 @@ def test_interleave_speculation_preemption_and_another_schedule(
         assert_greedy(answer, prompt, reference)
 
 
+def test_an_mtp_layer_drafts(checkpoint: Callable[..., Path]) -> None:
+    """Its own latents are sharded like the model's: its drafts are as good as they can be."""
+    model = checkpoint("v3", draft=True)
+    prompts = PROMPTS[10:20]
+    served = serve(
+        model,
+        [[request(prompt, COUNT // 2) for prompt in prompts]],
+        max_model_len=512,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+        **TWO_RANKS,
+    )
+    accepted = served.counters["vllm:spec_decode_num_accepted_tokens"]
+    assert accepted > 0.7 * served.counters["vllm:spec_decode_num_drafts"]
+    reference = Reference(model)
+    for answer, prompt in zip(served.batches[0], prompts, strict=True):
+        assert_greedy(answer, prompt, reference)
+
+
 def test_bfloat16_in_a_traced_model(checkpoint: Callable[..., Path]) -> None:
     """In half precision tokens may differ: the first one must be among the best of float32.
 

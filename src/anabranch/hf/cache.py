@@ -13,9 +13,13 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from anabranch.cache import DecodeBatch, LatentCache
 from anabranch.geometry import ShardLayout
+
+CACHE_ARGUMENT: str = ALL_CACHE_NAMES[0]
+"""What Transformers calls the cache: `cache`, and in older versions `past_key_values`."""
 
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor] | torch.Tensor | None
 """What a model's rotary module returns: (cos, sin), complex frequencies, or nothing."""

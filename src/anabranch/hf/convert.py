@@ -21,7 +21,7 @@ from anabranch.cache import LatentCache
 from anabranch.decoder import DCPDecoder
 from anabranch.geometry import MLADims, ShardLayout
 from anabranch.hf.architectures import Architecture, RotaryForm
-from anabranch.hf.cache import DCPCache, PositionEmbeddings, cos_sin
+from anabranch.hf.cache import CACHE_ARGUMENT, DCPCache, PositionEmbeddings, cos_sin
 from anabranch.hf.checkpoint import CheckpointError
 from anabranch.mla import MLAAttention, Rotary, head_columns, head_rows
 from anabranch.schedules import Schedule
@@ -67,10 +67,10 @@ class ShardedAttention(nn.Module):
         position_embeddings: PositionEmbeddings = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """`[B, columns, hidden]` to the same; `attention_mask` is what `_valid_columns` gave."""
+        cache = kwargs.get(CACHE_ARGUMENT)
         if not isinstance(cache, DCPCache):
             raise TypeError(
                 f"cache must be an anabranch.hf.DCPCache, got {type(cache).__name__}: the history "

@@ -29,7 +29,7 @@ from transformers import (
 from anabranch.cache import LatentCache
 from anabranch.geometry import ShardLayout
 from anabranch.hf.architectures import SUPPORTED
-from anabranch.hf.cache import DCPCache
+from anabranch.hf.cache import CACHE_ARGUMENT, DCPCache
 from anabranch.hf.checkpoint import CheckpointError, check_checkpoint
 from anabranch.hf.convert import Converted, convert
 from anabranch.schedules import Schedule
@@ -308,7 +308,7 @@ class Engine:
                 input_ids,
                 attention_mask=attention_mask,
                 generation_config=config,
-                cache=cache,
+                **{CACHE_ARGUMENT: cache},
                 logits_processor=LogitsProcessorList([lockstep]),
                 stopping_criteria=StoppingCriteriaList([strings] if stop else []),
                 streamer=streamer,
@@ -350,8 +350,8 @@ class Engine:
                 input_ids=padded[:, begin:end],
                 attention_mask=mask[:, :end],
                 position_ids=positions[:, begin:end],
-                cache=cache,
                 use_cache=True,
+                **{CACHE_ARGUMENT: cache},
             )
             chunks.append(output.logits.float())
         logits = torch.cat(chunks, dim=1)

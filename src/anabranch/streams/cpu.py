@@ -17,6 +17,9 @@ from queue import SimpleQueue
 
 import torch
 
+# The name in `torch` may be another's: vLLM's workers put one there that does nothing.
+from torch._C import set_num_threads
+
 from anabranch.streams import Event, Operation, Stream, StreamError, StreamPair, observer
 
 SIDE_THREADS = 1
@@ -137,7 +140,7 @@ class WorkerStream(Stream):
             event.failure.throw()
 
     def _work(self) -> None:
-        torch.set_num_threads(SIDE_THREADS)
+        set_num_threads(SIDE_THREADS)
         with torch.inference_mode():
             while True:
                 self._queue.get()()

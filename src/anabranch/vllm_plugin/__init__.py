@@ -12,11 +12,17 @@ Importing this package imports no vLLM; its modules do.
 from __future__ import annotations
 
 import logging
+import os
 
-from anabranch.vllm_plugin.versions import unsupported_version
+from anabranch.vllm_plugin.versions import (
+    ascend_version,
+    unsupported_ascend_version,
+    unsupported_version,
+)
 
 PLATFORM = "anabranch.vllm_plugin.cpu_platform.AnabranchCpuPlatform"
 BACKEND = "anabranch.vllm_plugin.backend.MLABackend"
+ASCEND_SCHEDULE = "ANABRANCH_ASCEND_SCHEDULE"  # vllm-ascend refuses what it does not know elsewhere
 _logger = logging.getLogger("vllm.anabranch")  # vLLM shows what is logged below `vllm`
 
 
@@ -35,6 +41,9 @@ def platform() -> str | None:
 
 def register() -> None:
     """Register the attention backend, or say in one warning why it stays off."""
+    if ascend_version() is not None:
+        _register_on_ascend()
+        return
     problem = unsupported_version() or _unsupported_platform()
     if problem is not None:
         _logger.warning("The anabranch plugin stays off: %s", problem)
@@ -42,6 +51,20 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+
+
+def _register_on_ascend() -> None:
+    """Attach to vllm-ascend if the environment asks for it by naming a schedule."""
+    if ASCEND_SCHEDULE not in os.environ:
+        return
+    problem = unsupported_ascend_version()
+    if problem is not None:
+        _logger.warning("The anabranch plugin stays off: %s", problem)
+        return
+    from anabranch.vllm_plugin.ascend import attach
+
+    _logger.warning("anabranch serves decode on Ascend: no NPU has run this yet.")
+    attach()
 
 
 def _unsupported_platform() -> str | None:

@@ -36,17 +36,22 @@ class AnabranchCpuPlatform(CpuPlatform):  # type: ignore[misc]
         if not _chosen(vllm_config):
             super().check_and_update_config(vllm_config)
             return
-        read_settings(vllm_config.additional_config)
+        schedule = read_settings(vllm_config.additional_config).schedule
         refuse_unsupported(vllm_config)
         vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+        speculation = vllm_config.speculative_config
+        if speculation is not None and speculation.attention_backend is None:
+            speculation.attention_backend = AttentionBackendEnum.CUSTOM  # of a draft's own layers
         asked = _Asked.of(vllm_config)
         super().check_and_update_config(vllm_config)
         asked.restore(vllm_config)
         _use_correct_rotary(vllm_config)
         logger.info(
-            "anabranch serves MLA: chunked prefill %s, prefix caching %s, block size %d.",
+            "anabranch serves MLA: chunked prefill %s, prefix caching %s, block size %d, "
+            "schedule %s, exchange by one all-to-all whatever dcp_comm_backend says.",
             *("on" if flag else "off" for flag in (asked.chunked_prefill, asked.prefix_caching)),
             asked.block_size,
+            schedule.value,
         )
 
     @classmethod

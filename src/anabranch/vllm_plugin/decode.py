@@ -5,11 +5,13 @@ Nothing here knows vLLM: the engine's cache, block table and process group come 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
+from anabranch.attention import AttentionKind, partial_attention, provider_for
 from anabranch.cache import DecodeBatch
 from anabranch.geometry import MLADims, ShardLayout
 from anabranch.schedules import RUN, Schedule
@@ -68,9 +70,24 @@ class LatentDecoder:
         """
         tokens, heads, rank = inputs.q_nope.shape
         output = inputs.q_nope.new_empty(tokens, heads * rank)
+        if self.group is None and tokens == len(inputs.batch.seq_lens):
+            self._attend_to_all(inputs, output.view(tokens, heads, rank))
+            return output.view(tokens, heads, rank)
         step = LatentStep(self.dims, self.group, inputs, self._buffers, output)
         RUN[self.schedule](step, self._streams)
         return output.view(tokens, heads, rank)
+
+    def _attend_to_all(self, inputs: StepInputs, out: torch.Tensor) -> None:
+        """One rank, one token a sequence: the cache, which has it already, is all there is."""
+        tokens, heads, _ = out.shape
+        take, provider = self._buffers.take, provider_for(self._buffers.device)
+        partial_attention(
+            inputs.q_nope, inputs.q_pe, inputs.cache,
+            replace(inputs.batch, seq_lens=inputs.batch.seq_lens + 1),
+            AttentionKind.HISTORY, self.dims,
+            take("workspace", provider.workspace_bytes(heads, self.dims), dtype=torch.uint8),
+            out=(out, take("history_lse", tokens, heads, dtype=torch.float32)),
+        )  # fmt: skip
 
 
 def decode_batch(

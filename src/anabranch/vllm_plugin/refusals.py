@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SPECULATION = ("ngram",)
+SPECULATION = ("ngram", "mtp")
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
@@ -27,6 +27,9 @@ def _refused(vllm_config: VllmConfig) -> Iterator[str]:
     prefill_size = parallel.prefill_context_parallel_size
     if prefill_size > 1:
         yield f"prefill_context_parallel_size must be 1, got {prefill_size}"
+    stages = parallel.pipeline_parallel_size
+    if stages > 1:
+        yield f"pipeline_parallel_size must be 1, got {stages}"
     if parallel.dcp_q_replicate:
         yield "dcp_q_replicate must be off"
     if cache.cache_dtype not in ("auto", dtype):
@@ -40,5 +43,9 @@ def _refused(vllm_config: VllmConfig) -> Iterator[str]:
         yield (
             f"speculative method must be one of {', '.join(SPECULATION)}, got {speculation.method}"
         )
+    elif speculation is not None and speculation.method == "mtp":
+        drafted, sharded = speculation.num_speculative_tokens, parallel.decode_context_parallel_size
+        if drafted > 1 and sharded > 1:  # slots of the later ones are computed as if unsharded
+            yield f"num_speculative_tokens of mtp must be 1 under DCP, got {drafted}"
     if "+rotary_embedding" in vllm_config.compilation_config.custom_ops:
         yield "custom_ops +rotary_embedding, which rotates MLA queries wrongly on CPU"

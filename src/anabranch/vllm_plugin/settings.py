@@ -15,10 +15,12 @@ KEY = "anabranch"
 class Settings:
     """`--additional-config '{"anabranch": {"schedule": "serial"}}'`.
 
-    - `schedule`: of the decode steps; see `anabranch.schedules`.
+    - `schedule`: of the decode steps; see `anabranch.schedules`. vLLM binds a rank's threads to
+      cores, and the side stream shares the first of them with the main stream: it gains only
+      while that waits for the exchange, so `auto` is what runs unless another is named.
     """
 
-    schedule: Schedule = Schedule.OVERLAP
+    schedule: Schedule = Schedule.AUTO
 
 
 def read_settings(additional_config: object) -> Settings:
@@ -33,10 +35,12 @@ def read_settings(additional_config: object) -> Settings:
         )
     if "schedule" not in given:
         return Settings()
+    return Settings(read_schedule(f'additional_config["{KEY}"]["schedule"]', given["schedule"]))
+
+
+def read_schedule(name: str, given: object) -> Schedule:
+    """The schedule of that name. Raises ValueError, naming the setting, for any other text."""
     schedules = {schedule.value: schedule for schedule in Schedule}
-    if given["schedule"] not in schedules:
-        raise ValueError(
-            f'additional_config["{KEY}"]["schedule"] must be one of {", ".join(schedules)}, '
-            f"got {given['schedule']!r}"
-        )
-    return Settings(schedules[given["schedule"]])
+    if not isinstance(given, str) or given not in schedules:
+        raise ValueError(f"{name} must be one of {', '.join(schedules)}, got {given!r}")
+    return schedules[given]
