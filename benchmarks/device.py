@@ -3,11 +3,13 @@
     python benchmarks/device.py
     python benchmarks/device.py --device npu              an Ascend NPU, with torch_npu and CANN
     python benchmarks/device.py --device cpu --quick      the same logic, tiny, on any machine
+    python benchmarks/device.py --floors                  the floors on an H200, needs no device
 
-Needs nothing but PyTorch and Triton. A floor is the longer of two times: the bytes that must move
-at the measured rate of a copy, the products at the measured rate of a large matrix product. Each
-time is a median of CUDA events around a replayed graph, so that the host is not measured, and the
-calls in a graph take turns over memory several times the size of the L2 cache.
+Needs nothing but PyTorch and Triton; where FlashInfer is installed, it is timed beside ours. A
+floor is the longer of two times: the bytes that must move at the measured rate of a copy, the
+products at the measured rate of a large matrix product. Each time is a median of CUDA events
+around a replayed graph, so that the host is not measured, and the calls in a graph take turns over
+memory several times the size of the L2 cache.
 
 The step is that of one rank among N on one GPU: its shard is real, and the all-to-all is a copy
 of the same bytes on the main stream ("copy exchange"). No interconnect is measured here.
@@ -17,11 +19,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,7 @@ from anabranch.streams import repeatable, streams_for
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SHARDS = 8
 BLOCK = {"npu": 128}  # tokens of a block where it is not 64
+H200_COPY_RATE, H200_MATRIX_RATE = 4.3e12, 790e12  # bytes and BF16 FLOPs a second, as measured
 L2_BYTES = 256 * 2**20  # what the calls of a graph rotate over: several times the L2 of any GPU
 
 
@@ -74,6 +79,79 @@ FULL = Size(
     8192, L2_BYTES, 20,
 )  # fmt: skip
 QUICK = Size(32, 8, 16, (8, 16), (1, 3), (100, 300), 1000, 2**16, 64, 2**16, 3)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes that a kernel must move and products it must make, of rows in 16 bits."""
+
+    moved: int
+    flops: int = 0
+
+    def floor(self, copy_rate: float, matrix_rate: float) -> float:
+        """Seconds: the longer of the two."""
+        return max(self.moved / copy_rate, self.flops / matrix_rate)
+
+
+def history_work(size: Size, heads: int, keys: int, itemsize: int) -> Work:
+    width = size.rank + size.rope
+    return Work(keys * width * itemsize, 2 * heads * (size.rank + width) * keys)
+
+
+def pack_work(size: Size, tokens: int, heads: int) -> Work:
+    return Work(2 * tokens * heads * (size.rank * 2 + 4))
+
+
+def merge_work(size: Size, tokens: int, heads: int) -> Work:
+    """SHARDS received partials and the local one are read, one row is written."""
+    return Work((SHARDS + 2) * tokens * heads * (size.rank * 2 + 4))
+
+
+def v_up_work(size: Size, tokens: int, heads: int) -> Work:
+    moved = tokens * heads * (size.rank + size.v) + heads * size.rank * size.v
+    return Work(moved * 2, 2 * tokens * heads * size.rank * size.v)
+
+
+def store_work(size: Size, tokens: int) -> Work:
+    return Work(2 * tokens * (size.rank + size.rope) * 2)
+
+
+def second_stage_work(size: Size, processors: int) -> Work:
+    """The most partials that can be: two tiles of 64 FP32 rows for each multiprocessor."""
+    return Work(processors * 2 * 64 * (size.rank + 1) * 4)
+
+
+def floors() -> Iterator[tuple[str, str, Work]]:
+    """Kernel, setting and work at the sizes of DeepSeek-V3."""
+    size = FULL
+    for itemsize, name in ((2, "HISTORY"), (1, "HISTORY, FP8 cache")):
+        for heads in size.heads:
+            for batch, context in ((1, 4096), (1, 262144), (16, 65536), (64, 4096), (64, 262144)):
+                work = history_work(size, heads, batch * context, itemsize)
+                yield name, f"{heads} heads, batch {batch}, context {context}", work
+    yield "second stage", "at its most, 132 multiprocessors", second_stage_work(size, 132)
+    for tokens in (64, 512):
+        yield "pack", f"{tokens} tokens, 128 heads", pack_work(size, tokens, 128)
+        merged = f"{tokens} tokens, 16 heads, {SHARDS} shards and the local pair"
+        yield "merge", merged, merge_work(size, tokens, 16)
+        yield "V-up", f"{tokens} tokens, 16 heads", v_up_work(size, tokens, 16)
+        yield "cache write", f"{tokens} tokens", store_work(size, tokens)
+
+
+def floor_table() -> str:
+    """`floors` as Markdown, in the units of `docs/cuda.md`."""
+    lines = [
+        "| kernel | setting | MB | GFLOP | predicted us | bound by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kernel, setting, work in floors():
+        products = work.flops / H200_MATRIX_RATE > work.moved / H200_COPY_RATE
+        lines.append(
+            f"| {kernel} | {setting} | {work.moved / 1e6:.2f} | {work.flops / 1e9:.2f} | "
+            f"{work.floor(H200_COPY_RATE, H200_MATRIX_RATE) * 1e6:.2f} | "
+            f"{'products' if products else 'bandwidth'} |"
+        )
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -144,10 +222,8 @@ class Bench:
         of_device.synchronize()
         return statistics.median(a.elapsed_time(b) for a, b in events) / 1e3
 
-    def add(
-        self, section: str, setting: dict[str, Any], seconds: float, moved: int, flops: int = 0
-    ) -> None:
-        floor = max(moved / self.copy_rate, flops / self.matrix_rate)
+    def add(self, section: str, setting: dict[str, Any], seconds: float, work: Work) -> None:
+        floor = work.floor(self.copy_rate, self.matrix_rate)
         self.timings.append(Timing(section, setting, seconds, floor, floor / seconds))
         print(line(self.timings[-1]), flush=True)
 
@@ -364,8 +440,8 @@ def time_attention(bench: Bench) -> None:
 def _time_history(bench: Bench, heads: int, batch: int, context: int, stored: torch.dtype) -> None:
     size = bench.size
     keys, width = batch * context, size.rank + size.rope
-    moved = keys * width * stored.itemsize
-    paged = Paged(bench, heads, batch, context, bench.rotated(moved), stored)
+    work = history_work(size, heads, keys, stored.itemsize)
+    paged = Paged(bench, heads, batch, context, bench.rotated(work.moved), stored)
     query = bench.normal(batch, heads, width)
     out = query.new_empty(batch, heads, size.rank), torch.empty(batch, heads, device=bench.device)
     provider = provider_for(bench.device)
@@ -378,13 +454,50 @@ def _time_history(bench: Bench, heads: int, batch: int, context: int, stored: to
             AttentionKind.HISTORY, paged.dims, workspace, out=out,
         )  # fmt: skip
 
-    flops = 2 * heads * (size.rank + width) * keys
     setting = {"heads": heads, "batch": batch, "context": context}
     name = "history BF16" if stored == torch.bfloat16 else "history FP8 cache"
-    bench.add(name, setting, bench.seconds([attend(each) for each in paged.batches]), moved, flops)
+    bench.add(name, setting, bench.seconds([attend(each) for each in paged.batches]), work)
     if stored == torch.bfloat16 and keys <= size.most_keys // 16:
         plain = [_plain(paged, query, each, context) for each in paged.batches]
-        bench.add("history, plain PyTorch", setting, bench.seconds(plain), moved, flops)
+        bench.add("history, plain PyTorch", setting, bench.seconds(plain), work)
+    if stored == torch.bfloat16 and bench.device.type == "cuda" and find_spec("flashinfer"):
+        scratch = torch.empty(128 * 2**20, dtype=torch.uint8, device=bench.device)
+        calls = [flashinfer_history(paged, query, each, scratch) for each in paged.batches]
+        attend(paged.batches[0])()
+        theirs = calls[0]()
+        named = ", ".join(f"{name} {value}" for name, value in setting.items())
+        bench.check(f"ours against FlashInfer, {named}", relative_error(out[0], theirs[0]), 1e-2)
+        apart = float((out[1] - theirs[1] * math.log(2)).abs().max())  # their LSE is of base 2
+        bench.check(f"ours against FlashInfer, {named}, LSE", apart, 1e-2)
+        bench.add("history, FlashInfer", setting, bench.seconds(calls), work)
+
+
+def flashinfer_history(
+    paged: Paged, query: torch.Tensor, batch: DecodeBatch, scratch: torch.Tensor
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """HISTORY by FlashInfer, planned here for the lengths that `batch` has now."""
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    rank, table = paged.dims.kv_lora_rank, batch.block_table
+    pages = -(-batch.seq_lens // paged.cache.block_size)
+    used = torch.arange(table.shape[1], device=table.device) < pages[:, None]
+    wrapper = BatchMLAPagedAttentionWrapper(scratch)
+    wrapper.plan(
+        qo_indptr=_starts(batch.query_lens), kv_indptr=_starts(pages), kv_indices=table[used],
+        kv_len_arr=batch.seq_lens, num_heads=query.shape[1], head_dim_ckv=rank,
+        head_dim_kpe=query.shape[2] - rank, page_size=paged.cache.block_size, causal=False,
+        sm_scale=paged.dims.scale, q_data_type=query.dtype, kv_data_type=paged.cache.latent.dtype,
+    )  # fmt: skip
+    return lambda: wrapper.run(
+        q_nope=query[..., :rank], q_pe=query[..., rank:], ckv_cache=paged.cache.latent,
+        kpe_cache=paged.cache.rope, return_lse=True,
+    )  # fmt: skip
+
+
+def _starts(lengths: torch.Tensor) -> torch.Tensor:
+    """`[B + 1]` int32: where each of the sequences of these lengths begins, and where all end."""
+    ends = lengths.cumsum(0, dtype=torch.int32)
+    return torch.cat([ends.new_zeros(1), ends])
 
 
 def _plain(
@@ -408,26 +521,21 @@ def time_small_kernels(bench: Bench) -> None:
     size, heads = bench.size, max(bench.size.heads)
     own = heads // SHARDS
     for tokens in (64, 512) if size is FULL else (3,):
-        row = size.rank * 2 + 4
-        moved = 2 * tokens * heads * row
-        sets = bench.rotated(moved)
+        sets = bench.rotated(pack_work(size, tokens, heads).moved)
         outs = [bench.normal(tokens, heads, size.rank) for _ in range(sets)]
         lses = [bench.normal(tokens, heads, dtype=torch.float32) for _ in range(sets)]
         wires = [pack_partials(o, lse, SHARDS) for o, lse in zip(outs, lses, strict=True)]
         setting = {"tokens": tokens, "heads": heads, "shards": SHARDS}
         packs = [_pack(*each) for each in zip(outs, lses, wires, strict=True)]
-        bench.add("pack", setting, bench.seconds(packs), moved)
+        bench.add("pack", setting, bench.seconds(packs), pack_work(size, tokens, heads))
         local = bench.normal(tokens, own, size.rank), bench.normal(tokens, own, dtype=torch.float32)
         merged = torch.empty_like(local[0]), torch.empty_like(local[1])
-        moved = tokens * own * row * (SHARDS + 2)
         merges = [_merge(unpack_partials(wire), local, merged) for wire in wires]
-        bench.add("merge", setting, bench.seconds(merges), moved)
+        bench.add("merge", setting, bench.seconds(merges), merge_work(size, tokens, own))
         weights = [bench.normal(own, size.rank, size.v) for _ in range(sets)]
         result = local[0].new_empty(tokens, own * size.v)
-        moved = local[0].nbytes + weights[0].nbytes + result.nbytes
-        flops = 2 * tokens * own * size.rank * size.v
         projections = [_v_up(local[0], weight, result) for weight in weights]
-        bench.add("V-up", setting, bench.seconds(projections), moved, flops)
+        bench.add("V-up", setting, bench.seconds(projections), v_up_work(size, tokens, own))
 
 
 def _pack(out: torch.Tensor, lse: torch.Tensor, wire: torch.Tensor) -> Callable[[], object]:
@@ -500,17 +608,19 @@ def time_step(bench: Bench) -> None:
         group: Any = VirtualGroup()
         step = VirtualStep(bench.dims(heads), group, inputs, Buffers(bench.device), output)
         keys, every = batch * local, heads * SHARDS
-        moved = keys * width * 2 + 4 * batch * every * (size.rank * 2 + 4)
-        flops = 2 * every * (size.rank + width) * keys
+        attended = history_work(size, every, keys, 2)
+        # Packed, copied: each reads and writes all partials.
+        moved = attended.moved + 2 * pack_work(size, batch, every).moved
+        work = Work(moved, attended.flops)
         for schedule in Schedule:
 
             def run(schedule: Schedule = schedule, step: DecodeStep = step) -> None:
                 RUN[schedule](step, streams_for(bench.device))
 
             setting = {"batch": batch, "context": context, "schedule": schedule.value}
-            bench.add("step, copy exchange", setting, bench.replay_seconds(run), moved, flops)
+            bench.add("step, copy exchange", setting, bench.replay_seconds(run), work)
             graph = repeatable(bench.device, run)
-            bench.add("step graph, copy exch.", setting, bench.replay_seconds(graph), moved, flops)
+            bench.add("step graph, copy exch.", setting, bench.replay_seconds(graph), work)
 
 
 def described(device: torch.device) -> dict[str, str]:
@@ -540,7 +650,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cuda, npu, or cpu to try the script")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, seconds")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/device.json"))
+    parser.add_argument("--floors", action="store_true", help="print the floors, run nothing")
     options = parser.parse_args()
+    if options.floors:
+        print(floor_table())
+        return
     begin = time.time()
     # To ask also makes PyTorch know the device.
     lacking = npu.missing() if options.device.startswith("npu") else None

@@ -161,7 +161,9 @@ def _scores(rank: Rank, plan: Plan, dtype: str) -> list[Score]:
     """Every schedule with one dtype; the weights are gone when this returns."""
     rank.report(Progress(0, f"{dtype}, loading"))
     try:
-        engine = Engine.load(plan.path, group=rank.group, dtype=getattr(torch, dtype))
+        engine = Engine.load(
+            plan.path, group=rank.group, dtype=getattr(torch, dtype), device=rank.device
+        )
     except ValueError as error:
         raise BadInput(str(error)) from error
     scores = []

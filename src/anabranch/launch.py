@@ -22,10 +22,15 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from anabranch.streams import may_fork, take_device
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkContext, SpawnContext
 
 Report = Callable[[Any], None]
 
@@ -46,18 +51,22 @@ class RankFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class Rank:
-    """What a job knows of where it runs; `group` is None for a rank on its own."""
+    """What a job knows of where it runs; `group` is None for a rank on its own.
+
+    `device` is the current device of its kind, and no other rank's.
+    """
 
     index: int
     world_size: int
     group: dist.ProcessGroup | None
     report: Report
+    device: torch.device
 
     def share(self, value: Any) -> Any:
         """The first rank's `value`, on every rank. All must call this."""
         values = [value]
         if self.group is not None:
-            dist.broadcast_object_list(values, group_src=0, group=self.group)
+            dist.broadcast_object_list(values, group_src=0, group=self.group, device=self.device)
         return values[0]
 
 
@@ -66,6 +75,13 @@ def joined_world_size() -> int | None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     return None
+
+
+def ranks_here(world_size: int) -> int:
+    """How many of `world_size` ranks are processes of this machine."""
+    return (
+        int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if joined_world_size() else world_size
+    )
 
 
 def is_first_rank() -> bool:
@@ -78,6 +94,7 @@ def run(
     job: Callable[..., Any],
     *args: Any,
     report: Report = lambda _: None,
+    device: str = "cpu",
 ) -> Any:
     """Call `job(rank, *args)` on `world_size` ranks; return what the first one returned.
 
@@ -85,13 +102,15 @@ def run(
     Otherwise the ranks are new processes of this machine, `cores // world_size` threads each;
     this process must not have computed anything with PyTorch before.
     `report` is called here with all that the first rank's job passes to `rank.report`.
+    `device` is a type of devices: each rank of a machine has one to itself, and the backend that
+    PyTorch has for the type joins them.
 
     Raises BadInput as the job did, RankFailure when a rank failed. None outlives the call.
     """
     if joined_world_size() is not None:
-        return _join(job, args, report)
+        return _join(job, args, report, device)
     with tempfile.TemporaryDirectory(prefix="anabranch-") as folder:
-        return _start(world_size, str(Path(folder) / "store"), job, args, report)
+        return _start(world_size, str(Path(folder) / "store"), job, args, report, device)
 
 
 def _call(job: Callable[..., Any], rank: Rank, args: tuple[Any, ...]) -> Any:
@@ -116,17 +135,18 @@ def _describe(index: int, world_size: int, error: Exception) -> str:
     )
 
 
-def _join(job: Callable[..., Any], args: tuple[Any, ...], report: Report) -> Any:
+def _join(job: Callable[..., Any], args: tuple[Any, ...], report: Report, kind: str) -> Any:
     index, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = take_device(kind, int(os.environ.get("LOCAL_RANK", index)))
     heard = report if index == 0 else _unheard
     if world_size == 1:
-        return _call(job, Rank(0, 1, None, heard), args)
+        return _call(job, Rank(0, 1, None, heard, device), args)
     try:
-        dist.init_process_group("gloo")
+        dist.init_process_group(dist.get_default_backend_for_device(device))
     except Exception as error:
         raise RankFailure(_describe(index, world_size, error)) from error
     # After a failure the group is left as it is: closing it may wait for the peers.
-    result = _call(job, Rank(index, world_size, dist.group.WORLD, heard), args)
+    result = _call(job, Rank(index, world_size, dist.group.WORLD, heard, device), args)
     dist.destroy_process_group()
     return result if index == 0 else None
 
@@ -136,11 +156,18 @@ def _unheard(_: Any) -> None:
 
 
 def _start(
-    world_size: int, store: str, job: Callable[..., Any], args: tuple[Any, ...], report: Report
+    world_size: int,
+    store: str,
+    job: Callable[..., Any],
+    args: tuple[Any, ...],
+    report: Report,
+    kind: str,
 ) -> Any:
     # A fork shares what this process has imported, which takes longer than many a job. It would
     # lose threads of PyTorch's, so this process must compute nothing: a single rank is forked too.
-    if sys.platform == "linux":
+    # The driver of an accelerator survives no fork, and looking for devices may have woken it.
+    context: ForkContext | SpawnContext
+    if sys.platform == "linux" and may_fork(kind):
         context = multiprocessing.get_context("fork")
     else:
         context = multiprocessing.get_context("spawn")
@@ -150,7 +177,7 @@ def _start(
             for index in range(world_size):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_serve, args=(index, world_size, store, sender, job, args)
+                    target=_serve, args=(index, world_size, store, sender, job, args, kind)
                 )
                 process.start()
                 sender.close()
@@ -242,6 +269,7 @@ def _serve(
     sender: Connection,
     job: Callable[..., Any],
     args: tuple[Any, ...],
+    kind: str,
 ) -> None:
     """The life of a rank process."""
     # Ctrl-C reaches the whole foreground group: the starter ends the ranks, each says nothing.
@@ -251,13 +279,17 @@ def _serve(
     torch.set_num_threads(threads_per_rank(world_size))
     group = None
     try:
+        device = take_device(kind, index)
         if world_size > 1:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=index, world_size=world_size
+                dist.get_default_backend_for_device(device),
+                init_method=f"file://{store}",
+                rank=index,
+                world_size=world_size,
             )
             group = dist.group.WORLD
         report = sender.send if index == 0 else _unheard
-        result = _call(job, Rank(index, world_size, group, report), args)
+        result = _call(job, Rank(index, world_size, group, report, device), args)
         outcome = _Outcome(result=result if index == 0 else None)
     except BadInput as error:
         outcome = _Outcome(refusal=str(error))

@@ -6,6 +6,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from checkpoints import make
 from processes import Ended, anabranch, torchrun
 from transformers import LlamaConfig
@@ -40,6 +41,18 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "dtype": (
         ("generate", "--dtype", "int8", *PROMPT),
         "Invalid value for '--dtype': must be float32 or bfloat16 or float16, got int8",
+    ),
+    "device": (
+        ("generate", "--device", "tpu", *PROMPT),
+        "--device must be cpu or cuda or npu, got tpu",
+    ),
+    "no device": (
+        ("generate", "--device", "npu", "--dcp", "2", *PROMPT),
+        f"--device npu: PyTorch {torch.__version__} finds no npu device on this machine",
+    ),
+    "no device to evaluate on": (
+        ("evaluate", "--device", "npu", "--dcp", "1,2"),
+        f"--device npu: PyTorch {torch.__version__} finds no npu device on this machine",
     ),
     "schedule": (
         ("generate", "--schedule", "fast", *PROMPT),
@@ -142,7 +155,7 @@ def test_more_ranks_than_the_launcher_started(rank):
     )
 
 
-@pytest.mark.parametrize("case", ["schedule", "prompt beyond the cache"])
+@pytest.mark.parametrize("case", ["schedule", "no device", "prompt beyond the cache"])
 def test_under_a_launcher(folder, case):
     """Found out before the ranks meet, and when all have loaded the weights."""
     words = [word.format(folder=folder) for word in CASES[case][0]]

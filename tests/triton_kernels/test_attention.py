@@ -83,7 +83,7 @@ def check(result: Pair, expected: Pair, dtype: torch.dtype) -> None:
     torch.testing.assert_close(result[1].double(), expected[1], rtol=1e-4, atol=1e-3)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(case=cases())
 def test_both_kinds_agree_with_float64(case: tuple[ShardLayout, int, Problem]) -> None:
     layout, processors, problem = case
@@ -116,7 +116,7 @@ def test_sharding_is_no_less_exact_than_one_pass(dtype: torch.dtype, world_size:
     assert error(world_size) <= 1.5 * error(1)
 
 
-@pytest.mark.parametrize("processors", [1, 2, 5, 64])
+@pytest.mark.parametrize("processors", [1, 5, 64])
 def test_several_lanes_and_uneven_sequences(processors: int) -> None:
     """128 heads and more fill several row tiles; a sequence with many tokens has more of them."""
     problem = Problem([70, 0, 130], [1, 2, 5], dims(40), torch.bfloat16, padding_rows=3)
@@ -217,3 +217,21 @@ def test_a_workspace_that_is_too_small_is_refused() -> None:
             problem.queries[..., :32], problem.queries[..., 32:], cache, batch,
             AttentionKind.HISTORY, problem.dims, torch.empty(8, dtype=torch.uint8),
         )  # fmt: skip
+
+
+def test_blocks_that_are_no_whole_number_of_entries_apart() -> None:
+    problem = Problem([70, 0, 20], [2, 1, 1], dims(4))
+    cache, batch = problem.shard(ShardLayout())
+    entries = cache.block_size * 40
+    apart = torch.full((cache.num_blocks, entries + 8), torch.nan)
+    buffer = apart[:, :entries].unflatten(1, (cache.block_size, 40))
+    buffer[..., :32], buffer[..., 32:] = cache.latent, cache.rope
+    queries = problem.queries[..., :32], problem.queries[..., 32:]
+    results = []
+    with on_triton():
+        for each in (cache, LatentCache.from_buffer(buffer, 32)):
+            assert cuda.paged_keys(each, batch).layout["BLOCK_ENTRIES"] == 16 * (each is cache)
+            kind = AttentionKind.HISTORY
+            results.append(partial_attention(*queries, each, batch, kind, problem.dims))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)

