@@ -4,9 +4,11 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 TRITON := .venv-triton/bin
+TRITON_ASCEND := .venv-triton-ascend/bin
+NPU := .venv-npu/bin
 VLLM := .venv-vllm/bin
 
-.PHONY: demo test test-triton test-vllm clean
+.PHONY: demo test test-triton test-npu test-triton-ascend test-vllm clean
 
 demo: $(INSTALLED)
 	$(BIN)/anabranch generate --model embedded --dcp 2 --prompt-file examples/ledger.txt
@@ -22,6 +24,16 @@ test: $(INSTALLED)
 test-triton: .venv-triton/installed
 	$(TRITON)/pytest tests/triton_kernels
 
+# The NPU provider without an NPU: on the real torch_npu, whose import wants a compiler and the
+# stubs of CANN's libraries made here; and on the real Triton-Ascend.
+test-npu: .venv-npu/installed
+	LD_LIBRARY_PATH=$(CURDIR)/.venv-npu/cann-stubs TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+		$(NPU)/pytest tests/npu
+
+test-triton-ascend: .venv-triton-ascend/installed
+	$(TRITON_ASCEND)/pytest tests/triton_kernels/test_pack_merge_store.py \
+		tests/triton_kernels/test_ascend.py
+
 # Constraints pin what is tested; the stamp is renewed when a requirement changes.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -32,6 +44,22 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-triton
 	$(TRITON)/python -m pip install --quiet -c constraints.txt torch numpy triton hypothesis pytest
 	$(TRITON)/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+# Installing torch_npu changes a plain `import torch`; Triton-Ascend takes the name `triton`.
+.venv-npu/installed: pyproject.toml constraints.txt tests/npu/cann_stubs.py
+	$(PYTHON) -m venv .venv-npu
+	$(NPU)/python -m pip install --quiet -c constraints.txt torch torch_npu==2.13.0 numpy \
+		hypothesis pytest rich typer
+	$(NPU)/python -m pip install --quiet --no-deps -e .
+	$(NPU)/python tests/npu/cann_stubs.py .venv-npu/cann-stubs
+	touch $@
+
+.venv-triton-ascend/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-triton-ascend
+	$(TRITON_ASCEND)/python -m pip install --quiet -c constraints.txt torch numpy \
+		triton-ascend==3.2.0 pybind11 hypothesis pytest
+	$(TRITON_ASCEND)/python -m pip install --quiet --no-deps -e .
 	touch $@
 
 # vLLM's requirements contradict those of the rest (it wants an older Transformers), so it has
@@ -48,4 +76,4 @@ test-vllm: .venv-vllm/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-triton .venv-vllm
+	rm -rf .venv .venv-triton .venv-triton-ascend .venv-npu .venv-vllm

@@ -10,10 +10,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from subprocess import Popen
 from typing import Annotated, Any
 
 import torch
@@ -62,6 +64,7 @@ def main(vllm: VLLMOption = None, quick: QuickOption = False, out: OutOption = O
     torch.set_grad_enabled(False)
     one_thread(report, vllm is not None, quick)
     two_threads(report, quick)
+    beside_a_busy_process(report, quick)
     shape_of_cost(report, quick)
     decode_of_a_layer(report, quick)
     report.finish(out)
@@ -261,6 +264,29 @@ def two_threads(report: Report, quick: bool) -> None:
             if case.setting["heads"] == heads
         )
         report.at_least(f"two threads over one, {heads} heads", ratios, 1.7)
+
+
+def beside_a_busy_process(report: Report, quick: bool) -> None:
+    """Two threads when one core is wanted by another process too: no worse than one thread."""
+    for heads in (128, 16):
+        decode = Decode(heads, 1, 2048 if quick else 16384)
+        contenders = {"one thread": decode.anabranch(1), "two threads": decode.anabranch(2)}
+        with Popen([sys.executable, "-c", "while True: pass"]) as busy:
+            try:
+                samples = interleave_warm(contenders, 3 if quick else 9)
+            finally:
+                busy.kill()
+        report.add(
+            "beside a busy process",
+            {"heads": heads, "batch": 1, "context": 2048 if quick else 16384},
+            samples,
+            [("one thread", "two threads")],
+        )
+    ratios = (
+        case.ratios["one thread / two threads"].median
+        for case in report.section("beside a busy process")
+    )
+    report.at_least("two threads over one, beside a busy process", ratios, 0.8)
 
 
 def shape_of_cost(report: Report, quick: bool) -> None:

@@ -1,6 +1,7 @@
 """One GPU in under five minutes: every kernel against float64, then timed against its floor.
 
     python benchmarks/device.py
+    python benchmarks/device.py --device npu              an Ascend NPU, with torch_npu and CANN
     python benchmarks/device.py --device cpu --quick      the same logic, tiny, on any machine
 
 Needs nothing but PyTorch and Triton. A floor is the longer of two times: the bytes that must move
@@ -40,14 +41,14 @@ from anabranch import (
     unpack_partials,
     v_up,
 )
-from anabranch.attention import provider_for
+from anabranch.attention import npu, provider_for
 from anabranch.schedules import RUN
 from anabranch.step import Buffers, DecodeStep, StepInputs
 from anabranch.streams import repeatable, streams_for
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SHARDS = 8
-BLOCK = 64  # tokens of a block
+BLOCK = {"npu": 128}  # tokens of a block where it is not 64
 L2_BYTES = 256 * 2**20  # what the calls of a graph rotate over: several times the L2 of any GPU
 
 
@@ -96,6 +97,12 @@ class Bench:
         self.checks: dict[str, float] = {}
         self.failed: list[str] = []
         self.copy_rate = self.matrix_rate = 1.0
+        self.block = BLOCK.get(device.type, 64)
+        # Dtypes of the step and its cache. The NPU's operator takes no others than these.
+        self.dtypes = [(each, each) for each in (torch.bfloat16, torch.float16)]
+        if device.type != "npu":
+            fp8 = torch.bfloat16, torch.float8_e4m3fn
+            self.dtypes += [(torch.float32, torch.float32), fp8]
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         values = torch.empty(shape, dtype=dtype, device=self.device)
@@ -115,25 +122,26 @@ class Bench:
         return self.replay_seconds(repeatable(self.device, work)) / len(calls)
 
     def replay_seconds(self, replay: Callable[[], object]) -> float:
-        """Median seconds of `replay`, by events on CUDA and by the clock elsewhere."""
+        """Median seconds of `replay`, by events of the device, on a CPU by the clock."""
         repeats = self.size.repeats
         for _ in range(3):
             replay()
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             samples = []
             for _ in range(repeats):
                 begin = time.perf_counter()
                 replay()
                 samples.append(time.perf_counter() - begin)
             return statistics.median(samples)
+        of_device = getattr(torch, self.device.type)  # torch.cuda or torch.npu
         events = [
-            tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)
+            tuple(of_device.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)
         ]
         for begin_event, end_event in events:
             begin_event.record()
             replay()
             end_event.record()
-        torch.cuda.synchronize()
+        of_device.synchronize()
         return statistics.median(a.elapsed_time(b) for a, b in events) / 1e3
 
     def add(
@@ -157,10 +165,15 @@ class Bench:
         return max(2, min(64, self.size.rotated_bytes // max(bytes_of_one, 1)))
 
 
+def exact(values: torch.Tensor) -> torch.Tensor:
+    """`values` in float64, on the CPU: not every device has products of float64."""
+    return values.cpu().double()
+
+
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over the norm of `expected`, in float64."""
-    expected = expected.double()
-    return float((result.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+    expected = exact(expected)
+    return float((exact(result) - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def line(timing: Timing) -> str:
@@ -178,12 +191,13 @@ class Paged:
         self, bench: Bench, heads: int, batch: int, context: int, sets: int, dtype: torch.dtype
     ) -> None:
         self.dims = bench.dims(heads)
-        blocks = -(-(context + 1) // BLOCK)
+        block = bench.block
+        blocks = -(-(context + 1) // block)
         total = sets * batch * blocks
         scale = 0.02 if dtype == torch.float8_e4m3fn else 1.0
-        self.cache = LatentCache(total, BLOCK, self.dims, dtype, bench.device, scale=scale)
+        self.cache = LatentCache(total, block, self.dims, dtype, bench.device, scale=scale)
         for chunk in range(0, total, 1024):
-            shape = min(1024, total - chunk), BLOCK, self.dims.latent_width
+            shape = min(1024, total - chunk), block, self.dims.latent_width
             values = bench.normal(*shape)
             pages = slice(chunk, chunk + shape[0])
             rank = self.dims.kv_lora_rank
@@ -193,9 +207,11 @@ class Paged:
         tables = order.view(sets, batch, blocks).to(torch.int32)
         lengths = torch.full((batch,), context, dtype=torch.int32)
         ones = torch.ones(batch, dtype=torch.int32)
-        slots = tables[:, :, context // BLOCK].long() * BLOCK + context % BLOCK
+        slots = tables[:, :, context // block].long() * block + context % block
+        if bench.device.type != "npu":  # whose operator reads lengths on the host
+            lengths, ones = lengths.to(bench.device), ones.to(bench.device)
         self.batches = [
-            DecodeBatch(*(t.to(bench.device) for t in (lengths, ones, table, slot)))
+            DecodeBatch(lengths, ones, *(t.to(bench.device) for t in (table, slot)))
             for table, slot in zip(tables, slots, strict=True)
         ]
 
@@ -215,31 +231,29 @@ def rates(bench: Bench) -> None:
 
 def check_attention(bench: Bench) -> None:
     """HISTORY over ragged lengths and CURRENT of several tokens, in every dtype."""
-    past, new = [0, 1, BLOCK, 777, 3001], [1, 4, 2, 1, 3]
+    block = bench.block
+    past, new = [0, 1, block, 777, 3001], [1, 4, 2, 1, 3]
     if bench.size is QUICK:
-        past = [0, 1, BLOCK, 99, 130]
+        past = [0, 1, block, 99, 130]
     rank, tokens = bench.size.rank, sum(new)
     for heads in bench.size.heads:
-        for dtype, stored in (
-            (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16),
-            (torch.float32, torch.float32), (torch.bfloat16, torch.float8_e4m3fn),
-        ):  # fmt: skip
+        for dtype, stored in bench.dtypes:
             dims = bench.dims(heads)
-            blocks = [-(-(p + n) // BLOCK) for p, n in zip(past, new, strict=True)]
+            blocks = [-(-(p + n) // block) for p, n in zip(past, new, strict=True)]
             ids = iter(torch.randperm(sum(blocks)).tolist())
             tables = [[next(ids) for _ in range(count)] for count in blocks]
             fp8 = stored == torch.float8_e4m3fn
             cache = LatentCache(
-                sum(blocks), BLOCK, dims, stored, bench.device, scale=0.02 if fp8 else 1.0
+                sum(blocks), block, dims, stored, bench.device, scale=0.02 if fp8 else 1.0
             )
             cache.latent.fill_(torch.nan)
             cache.rope.fill_(torch.nan)
             plan = ShardLayout().plan_batch
             keys = bench.normal(sum(past), dims.latent_width, dtype=dtype)
-            fill = plan([0] * len(past), past, tables, BLOCK, device=bench.device)
+            fill = plan([0] * len(past), past, tables, block, device=bench.device)
             cache.write(keys[:, :rank], keys[:, rank:], fill.slot_mapping)
-            kept = (cache._stored(keys).double() * cache.scale).split(past)
-            batch = plan(past, new, tables, BLOCK, device=bench.device)
+            kept = (exact(cache._stored(keys)) * cache.scale).split(past)
+            batch = plan(past, new, tables, block, device=bench.device)
             query = bench.normal(tokens, heads, dims.latent_width, dtype=dtype)
             current = bench.normal(tokens, dims.latent_width, dtype=dtype)
             for kind, kv in (
@@ -249,7 +263,7 @@ def check_attention(bench: Bench) -> None:
                 out, lse = partial_attention(
                     query[..., :rank], query[..., rank:], kv, batch, kind, dims
                 )
-                expected, expected_lse = torch.zeros_like(out).double(), lse.double().clone()
+                expected, expected_lse = exact(torch.zeros_like(out)), exact(lse).clone()
                 row = 0
                 for b, count in enumerate(new):
                     for token in range(count):
@@ -257,8 +271,8 @@ def check_attention(bench: Bench) -> None:
                         seen = (
                             kept[b] if kind is AttentionKind.HISTORY else current[first : row + 1]
                         )
-                        seen = seen.double()
-                        scores = query[row].double() @ seen.T * dims.scale
+                        seen = exact(seen)
+                        scores = exact(query[row]) @ seen.T * dims.scale
                         if len(seen):
                             expected[row] = scores.softmax(-1) @ seen[:, :rank]
                         expected_lse[row] = scores.logsumexp(-1)
@@ -266,8 +280,8 @@ def check_attention(bench: Bench) -> None:
                 name = f"{kind.value} {heads} heads {dtype} over {stored}".replace("torch.", "")
                 bench.check(name, relative_error(out, expected), TOLERANCE[dtype])
                 empty = expected_lse == -torch.inf
-                apart = (lse.double() - expected_lse)[~empty].abs().max()
-                same = torch.equal(empty, lse == -torch.inf)
+                apart = (exact(lse) - expected_lse)[~empty].abs().max()
+                same = torch.equal(empty, exact(lse) == -torch.inf)
                 bench.check(f"{name}, LSE", float(apart) if same else torch.inf, 1e-3)
 
 
@@ -280,23 +294,24 @@ def check_step(bench: Bench) -> None:
     query = bench.normal(tokens, heads, dims.latent_width)
     current = torch.cat([k[p:] for k, p in zip(keys, past, strict=True)])
     history = torch.cat([k[:p] for k, p in zip(keys, past, strict=True)])
-    expected, row = torch.zeros(tokens, heads, rank, dtype=torch.float64, device=bench.device), 0
+    expected, row = torch.zeros(tokens, heads, rank, dtype=torch.float64), 0
     for sequence, p, n in zip(keys, past, new, strict=True):
         for token in range(n):
-            seen = sequence[: p + token + 1].double()
-            scores = query[row].double() @ seen.T * dims.scale
+            seen = exact(sequence[: p + token + 1])
+            scores = exact(query[row]) @ seen.T * dims.scale
             expected[row] = scores.softmax(-1) @ seen[:, :rank]
             row += 1
-    expected = torch.einsum("thl,hlv->thv", expected, weights.double()).flatten(1)
+    expected = torch.einsum("thl,hlv->thv", expected, exact(weights)).flatten(1)
 
     def shard(layout: ShardLayout) -> tuple[LatentCache, DecodeBatch]:
-        blocks = [layout.blocks_needed(p + n, BLOCK) for p, n in zip(past, new, strict=True)]
+        block = bench.block
+        blocks = [layout.blocks_needed(p + n, block) for p, n in zip(past, new, strict=True)]
         ids = iter(range(sum(blocks)))
         tables = [[next(ids) for _ in range(count)] for count in blocks]
-        cache = LatentCache(sum(blocks), BLOCK, dims, torch.bfloat16, bench.device)
-        fill = layout.plan_batch([0] * len(past), past, tables, BLOCK, device=bench.device)
+        cache = LatentCache(sum(blocks), block, dims, torch.bfloat16, bench.device)
+        fill = layout.plan_batch([0] * len(past), past, tables, block, device=bench.device)
         cache.write(history[:, :rank], history[:, rank:], fill.slot_mapping)
-        return cache, layout.plan_batch(past, new, tables, BLOCK, device=bench.device)
+        return cache, layout.plan_batch(past, new, tables, block, device=bench.device)
 
     packed = []
     for index in range(SHARDS):
@@ -341,7 +356,7 @@ def time_attention(bench: Bench) -> None:
     for heads in size.heads:
         for batch in size.batches:
             for context in size.contexts:
-                for stored in (torch.bfloat16, torch.float8_e4m3fn):
+                for stored in (stored for dtype, stored in bench.dtypes if dtype == torch.bfloat16):
                     if batch * context <= size.most_keys:
                         _time_history(bench, heads, batch, context, stored)
 
@@ -353,7 +368,8 @@ def _time_history(bench: Bench, heads: int, batch: int, context: int, stored: to
     paged = Paged(bench, heads, batch, context, bench.rotated(moved), stored)
     query = bench.normal(batch, heads, width)
     out = query.new_empty(batch, heads, size.rank), torch.empty(batch, heads, device=bench.device)
-    needed = provider_for(bench.device).workspace_bytes(heads, paged.dims)
+    provider = provider_for(bench.device)
+    needed = provider.workspace_bytes(heads, paged.dims, paged.cache, paged.batches[0])
     workspace = torch.empty(needed, dtype=torch.uint8, device=bench.device)
 
     def attend(step: DecodeBatch) -> Callable[[], object]:
@@ -499,7 +515,9 @@ def time_step(bench: Bench) -> None:
 
 def described(device: torch.device) -> dict[str, str]:
     name = platform.processor()
-    if device.type == "cuda":
+    if device.type == "npu":
+        name = torch.npu.get_device_name(device)
+    elif device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name = f"{properties.name}, sm_{properties.major}{properties.minor}"
     return {
@@ -507,6 +525,7 @@ def described(device: torch.device) -> dict[str, str]:
         "provider": getattr(provider_for(device), "__name__", ""),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
+        "cann": npu.cann_version() if device.type == "npu" else "",
     }
 
 
@@ -518,11 +537,15 @@ def sections() -> Iterator[Callable[[Bench], None]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Check and time every kernel on one device.")
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
+    parser.add_argument("--device", default="cuda", help="cuda, npu, or cpu to try the script")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, seconds")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/device.json"))
     options = parser.parse_args()
     begin = time.time()
+    # To ask also makes PyTorch know the device.
+    lacking = npu.missing() if options.device.startswith("npu") else None
+    if lacking is not None:
+        parser.error(lacking)
     device = torch.device(options.device)
     bench = Bench(device, QUICK if options.quick else FULL)
     with torch.no_grad():

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from measure import (
     Report,
     Samples,
     Spread,
+    interleave,
     interleave_by,
     lines_of,
     plot_lines,
@@ -102,6 +104,7 @@ def main(quick: QuickOption = False, out: OutOption = OUT) -> None:
             results = launch.run(size, measure_on_rank, settings, rounds)
             for setting, result in zip(settings, results, strict=True):
                 add_case(report, f"over {sweep}", {"ranks": size, **setting}, result)
+    dispatch(report, quick)
     claims(report)
     report.finish(out)
     panels = {
@@ -115,6 +118,33 @@ def main(quick: QuickOption = False, out: OutOption = OUT) -> None:
         ).values()
     }
     plot_lines(out / "step.png", panels, "context, or tokens", "seconds")
+
+
+def dispatch(report: Report, quick: bool) -> None:
+    """What a step costs besides its kernels: one of next to nothing, eager and captured."""
+    torch.set_num_threads(1)
+    dims = MLADims(1, 16, 8, 8, 8, 0.2)
+    cache = LatentCache(2, BLOCK, dims, torch.float32)
+    for sequences in (1, 8):
+        batch = ShardLayout().plan_batch([3] * sequences, [1] * sequences, [[0]] * sequences, BLOCK)
+        inputs = {
+            "q_nope": torch.randn(sequences, 1, 16), "q_pe": torch.randn(sequences, 1, 8),
+            "kv_c": torch.randn(sequences, 16), "k_pe": torch.randn(sequences, 8),
+            "cache": cache, "batch": batch, "w_uv": torch.randn(1, 16, 8),
+        }  # fmt: skip
+        for schedule in (Schedule.SERIAL, Schedule.OVERLAP):
+            decoder = DCPDecoder(dims, None, schedule=schedule)
+            captured = decoder.capture(sequences)
+            contenders = {
+                "eager": partial(decoder.step, **inputs),
+                "captured": partial(captured.step, **inputs),
+            }
+            report.add(
+                "dispatch",
+                {"schedule": schedule.value, "sequences": sequences},
+                interleave(contenders, 3 if quick else 15),
+                [("eager", "captured")],
+            )
 
 
 def add_case(

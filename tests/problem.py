@@ -7,7 +7,7 @@ ids are shuffled and padding entries of the block table point far outside the ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from unittest import mock
@@ -142,11 +142,22 @@ def dims(heads: int, rank: int = 32, rope: int = 8, v: int = 16) -> MLADims:
     return MLADims(heads, rank, rope, 16, v, (16 + rope) ** -0.5)
 
 
+SIZES = [(32, 8, 16), (33, 5, 7), (64, 0, 32)]  # (L, R, V): even, odd, and without rotary columns
+
+
 @st.composite
-def layouts_and_problems(draw: st.DrawFn) -> tuple[int, int, Problem]:
+def layouts_and_problems(
+    draw: st.DrawFn,
+    *,
+    worlds: Sequence[int] = (1, 2, 3, 4, 8),
+    block_sizes: Sequence[int] = (1, 16, 64),
+    heads: Sequence[int] = (1, 2, 3),
+    sizes: Sequence[tuple[int, int, int]] = tuple(SIZES),
+    dtypes: Sequence[torch.dtype] = tuple(TOLERANCE),
+) -> tuple[int, int, Problem]:
     """`(world_size, interleave, problem)` with lengths around every boundary there is."""
-    world_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
-    block_size = draw(st.sampled_from([1, 16, 64]))
+    world_size = draw(st.sampled_from(worlds))
+    block_size = draw(st.sampled_from(block_sizes))
     interleave = draw(st.sampled_from([i for i in (1, 2, 16) if block_size % i == 0]))
     stripe = block_size * world_size
     edges = [0, 1, block_size - 1, block_size, block_size + 1, stripe - 1, stripe, stripe + 1]
@@ -157,13 +168,10 @@ def layouts_and_problems(draw: st.DrawFn) -> tuple[int, int, Problem]:
     problem = Problem(
         past,
         new,
-        dims(world_size * draw(st.sampled_from([1, 2, 3])), *draw(st.sampled_from(SIZES))),
-        draw(st.sampled_from(list(TOLERANCE))),
+        dims(world_size * draw(st.sampled_from(heads)), *draw(st.sampled_from(sizes))),
+        draw(st.sampled_from(dtypes)),
         block_size,
         draw(st.sampled_from([0, 1, 5])),
         draw(st.integers(0, 2**16)),
     )
     return world_size, interleave, problem
-
-
-SIZES = [(32, 8, 16), (33, 5, 7), (64, 0, 32)]  # (L, R, V): even, odd, and without rotary columns

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import v_up
-from anabranch.vup import v_up_transposed, workspace_bytes
+from anabranch.vup import v_up_transposed, within_npu_limit, workspace_bytes
 from problem import FORMS, TOLERANCE, kernels, relative_error
 
 
@@ -74,3 +74,11 @@ def test_bits_do_not_depend_on_threads() -> None:
     torch.set_num_threads(threads)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize(
+    ("product", "fused"), [(0, False), (1, True), (65535, True), (65536, False)]
+)
+def test_the_guard_of_the_fused_product(product: int, fused: bool) -> None:
+    assert within_npu_limit(product, 1) is fused
+    assert within_npu_limit(1, product) is fused

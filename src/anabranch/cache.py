@@ -19,12 +19,15 @@ class LatentCache:
 
     `latent` is `[num_blocks, block_size, L]` and `rope` `[num_blocks, block_size, R]`. On CPU
     and CUDA they are views of one buffer `[num_blocks, block_size, L + R]`; on NPU, whose
-    attention operator reads them apart, they are two buffers. Slot `s` is entry
-    `s % block_size` of block `s // block_size`. Unused slots may hold anything.
+    attention operator reads them apart, they are two buffers, with one block more than asked for,
+    where tokens of other ranks go. Slot `s` is entry `s % block_size` of block
+    `s // block_size`. Unused slots may hold anything.
 
     With `dtype` `torch.float8_e4m3fn` a stored value stands for itself times `scale`, one for
     the whole cache; what lies beyond 448 * scale saturates. Other dtypes have `scale` 1.
     """
+
+    _slots_and_spare: tuple[torch.Tensor, torch.Tensor] | None = None  # flat, of two buffers
 
     def __init__(
         self,
@@ -37,13 +40,15 @@ class LatentCache:
         scale: float = 1.0,
     ) -> None:
         rank, width = dims.kv_lora_rank, dims.latent_width
-        if torch.device(device).type == "npu":
-            latent = torch.empty(num_blocks, block_size, rank, dtype=dtype, device=device)
-            rope = torch.empty(num_blocks, block_size, width - rank, dtype=dtype, device=device)
+        if _is_npu(device):
+            shape = num_blocks + 1, block_size
+            latent = torch.empty(*shape, rank, dtype=dtype, device=device)
+            rope = torch.empty(*shape, width - rank, dtype=dtype, device=device)
+            self._bind(latent[:num_blocks], rope[:num_blocks], scale)
+            self._slots_and_spare = latent.flatten(0, 1), rope.flatten(0, 1)
         else:
             buffer = torch.empty(num_blocks, block_size, width, dtype=dtype, device=device)
-            latent, rope = buffer[..., :rank], buffer[..., rank:]
-        self._bind(latent, rope, scale)
+            self._bind(buffer[..., :rank], buffer[..., rank:], scale)
 
     @classmethod
     def from_buffer(
@@ -79,9 +84,10 @@ class LatentCache:
         """Store the tokens this rank owns: row t goes to slot `slot_mapping[t]`, -1 is skipped.
 
         `kv_c` is `[T, L]`, `k_pe` `[T, R]`, `slot_mapping` `[T]` int64.
-        Raises ValueError for a slot beyond the cache, except on CUDA, where nothing is read back.
+        Raises ValueError for a slot beyond the cache, except on CUDA and NPU, where nothing is
+        read back.
         """
-        if triton_kernels.serve(self.latent.device):
+        if triton_kernels.serve(self.latent.device, slot_mapping.shape[0]):
             from anabranch.triton_kernels import store
 
             store.store_launch(kv_c, k_pe, slot_mapping, self.latent, self.rope, self.scale).run()
@@ -90,6 +96,12 @@ class LatentCache:
         rows = kv_c.dtype == k_pe.dtype == self.latent.dtype and kv_c.stride(1) == 1
         if library is not None and rows and (k_pe.shape[1] < 2 or k_pe.stride(1) == 1):
             self._write_rows(library, kv_c, k_pe, slot_mapping)
+            return
+        if self._slots_and_spare is not None:
+            spare = self.num_blocks * self.block_size
+            targets = torch.where(slot_mapping < 0, spare, slot_mapping)
+            for slots, given in zip(self._slots_and_spare, (kv_c, k_pe), strict=True):
+                slots.index_copy_(0, targets, self._stored(given))
             return
         own = (slot_mapping >= 0).nonzero().squeeze(1)
         slots = slot_mapping[own]
@@ -143,6 +155,8 @@ class DecodeBatch:
     - `block_table` `[B, max_blocks]` int32: this rank's blocks. Entries beyond a sequence's
       length are padding: they may hold anything and are never followed.
     - `slot_mapping` `[T]` int64: cache slot of each token of the step, -1: another rank's.
+
+    On NPU the lengths stay on the CPU, for its attention operator reads them there.
     """
 
     seq_lens: torch.Tensor
@@ -223,9 +237,14 @@ def plan_batch(
         slot = block * block_size + local % block_size
         slots.append(torch.where(layout.owner(position) == layout.rank, slot, -1))
     local_lens = [layout.local_length(past) for past in seq_lens]
+    lengths_on = "cpu" if _is_npu(device) else device
     return DecodeBatch(
-        seq_lens=torch.tensor(local_lens, dtype=torch.int32, device=device),
-        query_lens=torch.tensor(list(query_lens), dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(local_lens, dtype=torch.int32, device=lengths_on),
+        query_lens=torch.tensor(list(query_lens), dtype=torch.int32, device=lengths_on),
         block_table=table.to(device),
         slot_mapping=torch.cat(slots).to(device),
     )
+
+
+def _is_npu(device: torch.device | str) -> bool:
+    return torch.device(device).type == "npu"

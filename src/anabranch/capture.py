@@ -3,7 +3,8 @@
 What a graph capture fixes is fixed here on every device: the memory of inputs, buffers and
 workspace, the cache, the weight, dtypes and widths. What changes between replays is copied into
 the fixed inputs. On CPU a captured step is the eager one prepared once per size: replays
-allocate no tensor memory and build no step. On CUDA each size is a graph, with both streams in it.
+allocate no tensor memory and build no step. On CUDA and NPU each size is a graph, with both streams
+in it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ class CapturedStep:
 
     The first call fixes the dtype, `cache`, `w_uv` and the width of the block table, and
     reserves buffers for `max_tokens` rows and as many sequences. A later call that changes any
-    of these, or exceeds them, raises ValueError before any work. On CUDA the first call of a size
-    captures its graph, under the schedule the decoder has then.
+    of these, or exceeds them, raises ValueError before any work. On CUDA and NPU the first call of
+    a size captures its graph, under the schedule the decoder has then. On NPU it also fixes the
+    number of tokens of a sequence, where all have the same.
     """
 
     def __init__(self, decoder: DCPDecoder, max_tokens: int) -> None:

@@ -56,11 +56,11 @@ def pack_partials(
     own = heads // world_size
     if packed is None:
         packed = out.new_empty(world_size, tokens, own, width + columns)
-    if triton_kernels.serve(out.device):
+    if triton_kernels.serve(out.device, tokens * heads):
         from anabranch.triton_kernels import exchange as kernels
 
         if kernels.can_pack(out, lse, packed):
-            kernels.pack_launch(out, lse, packed).run()
+            kernels.pack_launch(out, lse, packed, kernels.row_tile(out.device)).run()
             return packed
     library = native.library() if out.device.type == "cpu" else None
     if library is not None and out.is_contiguous() and lse.is_contiguous():

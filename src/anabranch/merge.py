@@ -14,6 +14,8 @@ import torch
 from anabranch import native, triton_kernels
 from anabranch.streams import launch
 
+SHARE_ELEMENTS = 65536  # of all partials: what is worth another thread
+
 
 def merge_partials(
     outs: torch.Tensor,
@@ -52,7 +54,7 @@ def merge_partials(
     if out is None:
         out = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
     contiguous = out[0].is_contiguous() and out[1].is_contiguous()
-    if triton_kernels.serve(out[0].device) and contiguous:
+    if contiguous and triton_kernels.serve(out[0].device, out[1].numel()):
         from anabranch.triton_kernels.merge import merge_launch
 
         local = None if local_output is None or local_lse is None else (local_output, local_lse)
@@ -82,12 +84,18 @@ def _merge_native(
         dtypes(*(native.DTYPES[payload.dtype] for payload, _ in rows)),
         pointers(*(log.data_ptr() for _, log in rows)),
         strides(*(4 * log.stride(1) for _, log in rows)),
-        count, lse.numel(), out.shape[-1], out.data_ptr(), native.DTYPES[out.dtype],
-        lse.data_ptr(), torch.get_num_threads(),
+        count, out.shape[-1], out.data_ptr(), native.DTYPES[out.dtype], lse.data_ptr(),
     )  # fmt: skip
+    total = lse.numel()
+    shares = min(torch.get_num_threads(), 1 + total * out.shape[-1] * count // SHARE_ELEMENTS)
+
+    def merge_share(share: int) -> None:
+        first, last = total * share // shares, total * (share + 1) // shares
+        library.kernels.anabranch_merge(*arguments, first, last)
+
     launch(
         "anabranch_merge",
-        lambda: library.kernels.anabranch_merge(*arguments),
+        lambda: native.in_shares(merge_share, shares),
         reads=[tensor for row in rows for tensor in row],
         writes=(out, lse),
     )

@@ -76,7 +76,9 @@ class DecodeStep:
         self.output = output
         # One for all that need scratch, in turn; fewer heads never need more than all heads.
         size = max(
-            provider_for(buffers.device).workspace_bytes(self.all_heads, dims),
+            provider_for(buffers.device).workspace_bytes(
+                self.all_heads, dims, inputs.cache, inputs.batch
+            ),
             vup.workspace_bytes(dims.kv_lora_rank, dims.v_head_dim, buffers.device),
         )
         self.workspace = buffers.take("workspace", size, dtype=torch.uint8)

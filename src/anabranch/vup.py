@@ -12,6 +12,12 @@ import torch
 from anabranch import native
 from anabranch.streams import launch
 
+SHARE_FLOPS = 10_000_000  # what is worth another thread
+# Limits of npu_transpose_batchmatmul: the batch times K where it transposes, and the multiple
+# that K and N must be of. Both are in torch_npu's own fusion pass for it.
+NPU_MOST = 65536
+NPU_ALIGNMENT = 128
+
 
 def v_up(
     x: torch.Tensor,
@@ -28,6 +34,11 @@ def v_up(
     """
     _check(x, w_uv)
     tokens, heads, width = *x.shape[:2], w_uv.shape[2]
+    if _kind(x.device) == "npu" and _can_fuse_on_npu(x, w_uv):
+        fused = torch.ops.npu.npu_transpose_batchmatmul(
+            x, w_uv, perm_x1=(1, 0, 2), perm_x2=(0, 1, 2), perm_y=(1, 0, 2)
+        ).flatten(1)
+        return fused if out is None else out.copy_(fused)
     if out is None:
         out = x.new_empty(tokens, heads * width)
     _product(x.transpose(0, 1), w_uv, out.view(tokens, heads, width).transpose(0, 1), workspace)
@@ -41,7 +52,9 @@ def v_up_transposed(
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The form before the change, which moves the operand and then the result. Same bits."""
+    """The form before the change, which moves the operand and then the result. Same bits, except
+    where an NPU's fused operator serves `v_up`: equal within rounding.
+    """
     _check(x, w_uv)
     tokens, heads, width = *x.shape[:2], w_uv.shape[2]
     if out is None:
@@ -51,6 +64,22 @@ def v_up_transposed(
     _product(moved, w_uv, product, workspace)
     out.view(tokens, heads, width).copy_(product.transpose(0, 1))
     return out
+
+
+def within_npu_limit(num_heads: int, kv_lora_rank: int) -> bool:
+    """Whether `npu_transpose_batchmatmul` takes a product batched over `num_heads`."""
+    return 1 <= num_heads * kv_lora_rank < NPU_MOST
+
+
+def _can_fuse_on_npu(x: torch.Tensor, w_uv: torch.Tensor) -> bool:
+    heads, rank, width = w_uv.shape
+    aligned = rank % NPU_ALIGNMENT == 0 and width % NPU_ALIGNMENT == 0
+    dense = x.is_contiguous() and w_uv.is_contiguous()
+    return within_npu_limit(heads, rank) and aligned and dense and x.shape[0] > 0
+
+
+def _kind(device: torch.device) -> str:
+    return device.type
 
 
 def workspace_bytes(kv_lora_rank: int, v_head_dim: int, device: torch.device | str = "cpu") -> int:
@@ -74,7 +103,7 @@ def _product(
     x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None
 ) -> None:
     """`out[h] = x[h] @ w[h]`; all three may be strided."""
-    if x.device.type != "cpu":
+    if _kind(x.device) != "cpu":
         # cuBLAS takes any strides of rows and of the batch where columns are dense: no copies.
         torch.bmm(x, w, out=out)
         return
@@ -91,11 +120,14 @@ def _product(
         arguments = (
             x.data_ptr(), x.stride(1), x.stride(0), w.data_ptr(), w.stride(0), w.stride(1),
             out.data_ptr(), out.stride(1), out.stride(0), tokens, heads, rank, width,
-            native.DTYPES[x.dtype], threads, workspace.data_ptr(), library.sgemm,
+            native.DTYPES[x.dtype], workspace.data_ptr(), library.sgemm, library.limit,
         )  # fmt: skip
+        shares = min(threads, heads, 1 + 2 * x.numel() * width // SHARE_FLOPS)
         launch(
             "anabranch_v_up",
-            lambda: library.kernels.anabranch_v_up(*arguments),
+            lambda: native.in_shares(
+                lambda share: library.kernels.anabranch_v_up(*arguments, share, shares), shares
+            ),
             reads=(x, w),
             writes=(out, workspace),
         )

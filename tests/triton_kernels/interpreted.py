@@ -18,7 +18,7 @@ def on_triton(processors: int = 4) -> Iterator[None]:
     chip = cuda.Chip((9, 0), processors)
     with ExitStack() as stack:
         for target, name, value in (
-            (triton_kernels, "serve", lambda device: True),
+            (triton_kernels, "serve", lambda device, programs=1: True),
             (anabranch.attention, "provider_for", lambda device: cuda),
             (anabranch.step, "provider_for", lambda device: cuda),
             (cuda, "chip", lambda device: chip),

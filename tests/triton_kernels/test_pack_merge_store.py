@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from interpreted import on_triton
 
 from anabranch import LatentCache, merge_partials, pack_partials, unpack_partials
+from anabranch.triton_kernels import exchange
 from problem import SIZES, TOLERANCE, dims, kernels, poison, relative_error
 
 DTYPES = st.sampled_from(list(TOLERANCE))
@@ -19,9 +22,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-@given(st.integers(1, 8), st.integers(0, 5), st.integers(1, 3), st.sampled_from([1, 8, 33]), DTYPES)
+@given(
+    st.integers(1, 8), st.integers(0, 5), st.integers(1, 3), st.sampled_from([1, 8, 33]), DTYPES,
+    st.sampled_from([1, exchange.ROW_TILE]),
+)  # fmt: skip
 def test_packing_keeps_every_bit(
-    world_size: int, tokens: int, heads: int, width: int, dtype: torch.dtype
+    world_size: int, tokens: int, heads: int, width: int, dtype: torch.dtype, row_tile: int
 ) -> None:
     random = torch.Generator().manual_seed(tokens)
     out = torch.randn(tokens, world_size * heads, width, generator=random).to(dtype)
@@ -29,7 +35,7 @@ def test_packing_keeps_every_bit(
     lse = pattern[: tokens * heads * world_size].view(torch.float32).view(out.shape[:2])
     with kernels("pytorch"):
         expected = pack_partials(out, lse, world_size)
-    with on_triton():
+    with on_triton(), mock.patch.object(exchange, "row_tile", return_value=row_tile):
         packed = pack_partials(out, lse, world_size)
     assert torch.equal(bits(packed), bits(expected))
 

@@ -1,7 +1,8 @@
 """Partial attention with LSE: one interface, one provider per kind of device.
 
 A provider is a module with two functions, `history` and `current`, and `workspace_bytes`:
-`reference` (plain PyTorch, the oracle of the others), `cpu`, and `cuda`, which needs Triton.
+`reference` (plain PyTorch, the oracle of the others), `cpu`, `cuda`, which needs Triton, and `npu`,
+which needs torch_npu.
 """
 
 from __future__ import annotations
@@ -55,12 +56,23 @@ class Provider(Protocol):
         workspace: torch.Tensor | None,
     ) -> None: ...
 
-    def workspace_bytes(self, num_heads: int, dims: MLADims) -> int: ...
+    def workspace_bytes(
+        self,
+        num_heads: int,
+        dims: MLADims,
+        cache: LatentCache | None = None,
+        batch: DecodeBatch | None = None,
+    ) -> int:
+        """Bytes of scratch for HISTORY with `num_heads` and CURRENT with those of `dims`.
+
+        An NPU's operator needs more or less with the step's shapes, so it wants the step too.
+        """
 
 
 def provider_for(device: torch.device | str) -> Provider:
     """The provider that serves `device`; `reference` where there is no faster one."""
-    return _provider(torch.device(device).type)
+    # By name: before torch_npu is imported, which this does, PyTorch knows no "npu".
+    return _provider(str(device).partition(":")[0])
 
 
 @cache
@@ -71,6 +83,10 @@ def _provider(kind: str) -> Provider:
         from anabranch.attention import cuda
 
         return cuda
+    if kind == "npu":
+        from anabranch.attention import npu
+
+        return reference if npu.missing() else npu
     return reference
 
 

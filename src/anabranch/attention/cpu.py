@@ -4,7 +4,8 @@ All query rows (token, head) of one sequence share its keys, so one tile of gath
 them all: `scores = Q K^T`, a running maximum, `acc = acc * decay + P K[:, :L]` (the online
 softmax of Milakov and Gimelshein, arXiv 1805.02867, as in FlashAttention). The loop is the
 compiled one of `anabranch.native`, which cuts rows times keys into one equal share per thread;
-`cpu_fallback` has the same loop in PyTorch, for machines without a compiler.
+`cpu_fallback` has the same loop in PyTorch, for machines without a compiler. Of few rows, the heads
+of one rank, the products are the kernels' own, those of many rows the BLAS's.
 
 Floor of one decode step: `2 * heads * (2 L + R)` FLOPs and `(L + R) * itemsize` bytes a key.
 """
@@ -81,7 +82,12 @@ def current(
     )  # fmt: skip
 
 
-def workspace_bytes(num_heads: int, dims: MLADims) -> int:
+def workspace_bytes(
+    num_heads: int,
+    dims: MLADims,
+    cache: LatentCache | None = None,
+    batch: DecodeBatch | None = None,
+) -> int:
     """Scratch that `history` and `current` need for up to `num_heads` heads, in bytes."""
     library = native.library()
     if library is None:
@@ -129,16 +135,24 @@ def _attend(
         batch=batch.seq_lens.shape[0], tokens=tokens, heads=heads, rank=rank,
         rope_width=q_pe.shape[2], row_tile=rows, key_tile=KEY_TILE, scale=scale,
         dtype=native.DTYPES[q_nope.dtype], cache_dtype=native.DTYPES[latent.dtype],
-        threads=threads, workspace=workspace.data_ptr(), sgemm=library.sgemm,
-        bf16gemm=library.bf16gemm if bf16 else 0, **layout,
+        shares=threads, workspace=workspace.data_ptr(), sgemm=library.sgemm,
+        bf16gemm=library.bf16gemm if bf16 else 0, limit=library.limit, **layout,
     )  # fmt: skip
     lost = launch(
         "anabranch_attention",
-        lambda: library.kernels.anabranch_attention(ctypes.byref(task)),
+        lambda: _run(library.kernels, task),
         reads=(q_nope, q_pe, latent, rope, batch.block_table, batch.seq_lens, batch.query_lens),
         writes=(out, lse, workspace),
     )
     return lost - 1 if lost else None
+
+
+def _run(kernels: ctypes.CDLL, task: native.Attention) -> int:
+    lost = int(kernels.anabranch_attention_begin(task))
+    if not lost:
+        native.in_shares(lambda share: kernels.anabranch_attention_share(task, share), task.shares)
+        kernels.anabranch_attention_end(task)
+    return lost
 
 
 def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:

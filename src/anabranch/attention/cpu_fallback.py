@@ -74,7 +74,12 @@ def current(
     _empty(out[first:], lse[first:])
 
 
-def workspace_bytes(num_heads: int, dims: MLADims) -> int:
+def workspace_bytes(
+    num_heads: int,
+    dims: MLADims,
+    cache: LatentCache | None = None,
+    batch: DecodeBatch | None = None,
+) -> int:
     """Scratch that `history` and `current` need for `num_heads` heads, in bytes."""
     return 4 * sum(_Scratch.sizes(num_heads, dims.kv_lora_rank, dims.latent_width))
 

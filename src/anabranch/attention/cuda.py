@@ -95,7 +95,12 @@ def current(
     _run(q_nope, q_pe, step_keys(kv_c, k_pe, batch), batch, scale, out, lse, workspace)
 
 
-def workspace_bytes(num_heads: int, dims: MLADims) -> int:
+def workspace_bytes(
+    num_heads: int,
+    dims: MLADims,
+    cache: LatentCache | None = None,
+    batch: DecodeBatch | None = None,
+) -> int:
     """Scratch of `history` and `current` in bytes: partials of one tile at either end of a share.
 
     It depends on the chip and on L, and on no number of heads, tokens or sequences.

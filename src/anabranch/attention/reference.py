@@ -56,7 +56,12 @@ def current(
     out[first:], lse[first:] = 0, -torch.inf
 
 
-def workspace_bytes(num_heads: int, dims: MLADims) -> int:
+def workspace_bytes(
+    num_heads: int,
+    dims: MLADims,
+    cache: LatentCache | None = None,
+    batch: DecodeBatch | None = None,
+) -> int:
     return 0
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from anabranch import native
-from anabranch.attention import provider_for, reference
+from anabranch import native, triton_kernels
+from anabranch.attention import npu, provider_for, reference
 from anabranch.cli.options import JSONOption
 from anabranch.launch import threads_per_rank
 
@@ -107,9 +107,16 @@ def _cuda_lacks() -> tuple[bool, list[str]]:
 
 
 def _npu_lacks() -> tuple[bool, list[str]]:
-    if not _found("torch_npu"):
-        return False, ["torch_npu: not installed"]
-    return True, []
+    reason = npu.missing()
+    if reason is not None:
+        return False, [reason]
+    absent = []
+    available = torch.npu.is_available()  # type: ignore[attr-defined]
+    if not available:
+        absent.append("an NPU, its driver or CANN")
+    if not triton_kernels.serve(torch.device("npu")):
+        absent.append("Triton-Ascend: plain PyTorch packs, merges and writes the cache")
+    return available, absent
 
 
 def _found(module: str) -> bool:

@@ -3,6 +3,8 @@
 `kernels.c` is built once per machine with the system's C compiler and kept in the user's cache
 folder. Without a compiler, or without a BLAS that PyTorch exports, `library()` is None and
 callers use their PyTorch form, which gives the same results more slowly. Calls release the GIL.
+
+A kernel that is worth several threads is called once for each share of its work (`in_shares`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -45,12 +50,12 @@ class Attention(ctypes.Structure):
         *(
             (name, ctypes.c_int64)
             for name in (
-                "batch", "tokens", "heads", "rank", "rope_width", "row_tile", "key_tile",
+                "batch", "tokens", "heads", "rank", "rope_width", "row_tile", "key_tile", "work",
             )
         ),
         *((name, ctypes.c_float) for name in ("scale", "cache_scale")),
-        *((name, ctypes.c_int32) for name in ("dtype", "cache_dtype", "threads")),
-        *((name, ctypes.c_void_p) for name in ("workspace", "sgemm", "bf16gemm")),
+        *((name, ctypes.c_int32) for name in ("dtype", "cache_dtype", "shares")),
+        *((name, ctypes.c_void_p) for name in ("workspace", "sgemm", "bf16gemm", "limit")),
     )  # fmt: skip
 
 
@@ -60,6 +65,47 @@ class Library(NamedTuple):
     kernels: ctypes.CDLL
     sgemm: int
     bf16gemm: int  # 0: this CPU multiplies BF16 in FP32
+    limit: int  # MKL's limit on threads; 0: the BLAS is another
+
+
+def in_shares(run: Callable[[int], object], shares: int) -> None:
+    """Call `run(0)` to `run(shares - 1)`, once each, on this thread and idle helpers.
+
+    A share that no helper has begun by the time this thread is free, this thread runs: where
+    another process keeps a core busy, its share comes late, not never, and nobody spins for it.
+    """
+    others = [_helpers().submit(run, share) for share in range(1, shares)]
+    run(0)
+    for share, other in reversed(list(enumerate(others, 1))):
+        if other.cancel():
+            run(share)
+    for other in others:
+        if not other.cancelled():
+            other.result()
+
+
+@cache
+def _helpers() -> ThreadPoolExecutor:
+    """Started on first use, as many as are asked for at once."""
+    cores = _cores()
+    return ThreadPoolExecutor(len(cores), "anabranch", lambda: os.sched_setaffinity(0, cores))
+
+
+def _cores() -> set[int]:
+    """Where helpers may run: where this thread may, or where its siblings are, each on one core.
+
+    An engine that binds every thread of a rank to a core of its own, as vLLM does, binds its main
+    thread too, and a helper would inherit that core.
+    """
+    mine = os.sched_getaffinity(0)
+    if len(mine) > 1:
+        return mine
+    bound = set(mine)
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended
+            cores = os.sched_getaffinity(int(task.name))
+            bound |= cores if len(cores) == 1 else set()
+    return bound
 
 
 @cache
@@ -89,8 +135,13 @@ def _load() -> Library:
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
     kernels.anabranch_workspace_bytes.restype = integer
     kernels.anabranch_workspace_bytes.argtypes = [integer] * 5
-    kernels.anabranch_attention.restype = integer
-    kernels.anabranch_attention.argtypes = [ctypes.POINTER(Attention)]
+    task = ctypes.POINTER(Attention)
+    kernels.anabranch_attention_begin.restype = integer
+    kernels.anabranch_attention_begin.argtypes = [task]
+    kernels.anabranch_attention_share.restype = None
+    kernels.anabranch_attention_share.argtypes = [task, integer]
+    kernels.anabranch_attention_end.restype = None
+    kernels.anabranch_attention_end.argtypes = [task]
     kernels.anabranch_pack.restype = None
     kernels.anabranch_pack.argtypes = [pointer] * 3 + [integer] * 4
     kernels.anabranch_store.restype = integer
@@ -100,18 +151,18 @@ def _load() -> Library:
     ]  # fmt: skip
     kernels.anabranch_merge.restype = None
     kernels.anabranch_merge.argtypes = (
-        [pointer] * 5 + [integer] * 3 + [pointer, ctypes.c_int32, pointer, integer]
+        [pointer] * 5 + [integer] * 2 + [pointer, ctypes.c_int32, pointer, integer, integer]
     )
     kernels.anabranch_v_up_bytes.restype = integer
     kernels.anabranch_v_up_bytes.argtypes = [integer] * 3
     kernels.anabranch_v_up.restype = None
     strided = (pointer, integer, integer)
     kernels.anabranch_v_up.argtypes = [
-        *strided * 3, *[integer] * 4, ctypes.c_int32, integer, pointer, pointer
+        *strided * 3, *[integer] * 4, ctypes.c_int32, *[pointer] * 3, integer, integer
     ]  # fmt: skip
     multiplies_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     bf16gemm = blas("cblas_gemm_bf16bf16f32") if multiplies_bf16 else 0
-    return Library(kernels, blas("sgemm_"), bf16gemm)
+    return Library(kernels, blas("sgemm_"), bf16gemm, blas("MKL_Set_Num_Threads_Local"))
 
 
 def _build() -> Path:

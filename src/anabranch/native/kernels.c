@@ -1,6 +1,7 @@
 /* The CPU provider's loops: attention tiles, pack, merge, V-up. Plain C, no PyTorch headers.
  *
  * Matrix products are those of the BLAS that PyTorch carries, passed in as function pointers.
+ * Work that several threads do is cut into shares; the caller gives each to a thread.
  * All sums run in FP32. Strides count elements; the last dimension of every tensor is contiguous.
  * Compiled by anabranch.native on first use, for the machine it runs on.
  */
@@ -22,6 +23,25 @@ typedef void (*sgemm_fn)(const char *, const char *, const int *, const int *, c
                          const float *, float *, const int *);
 typedef void (*bf16gemm_fn)(int, int, int, int, int, int, float, const uint16_t *, int,
                             const uint16_t *, int, float, float *, int);
+
+/* MKL's limit on the threads of the products that a thread asks for; returns the one before. */
+typedef int (*limit_fn)(int);
+
+/* Work is cut into shares here, each for one thread, so the BLAS must not cut it again. */
+typedef struct {
+    int omp, mkl;
+} Limits;
+
+static Limits one_thread(limit_fn limit) {
+    Limits before = {omp_get_max_threads(), limit ? limit(1) : 0};
+    omp_set_num_threads(1);
+    return before;
+}
+
+static void restore(limit_fn limit, Limits before) {
+    omp_set_num_threads(before.omp);
+    if (limit) limit(before.mkl);
+}
 
 /* ---- number formats ---------------------------------------------------------------------- */
 
@@ -248,21 +268,23 @@ typedef struct {
     void *out;  /* [T, heads, L] contiguous */
     float *lse; /* [T, heads] contiguous */
     int64_t batch, tokens, heads, rank, rope_width, row_tile, key_tile;
+    int64_t work; /* rows times keys, filled in by anabranch_attention_begin */
     float scale, cache_scale;
-    int32_t dtype, cache_dtype, threads;
+    int32_t dtype, cache_dtype, shares;
     char *workspace;
     sgemm_fn sgemm;
     bf16gemm_fn bf16gemm; /* NULL: multiply in FP32 */
+    limit_fn limit;       /* NULL: not MKL */
 } Attention;
 
-/* Scratch of one thread. With a BF16 product `queries`, `keys` and `weights` hold BF16. */
+/* Scratch of one share. With a BF16 product `queries`, `keys` and `weights` hold BF16. */
 typedef struct {
     float *queries, *keys, *scores;
     uint16_t *weights;
     struct Partial {
-        int64_t unit;
+        int64_t *unit; /* the unit it is a part of; -1: none */
         float *acc, *peak, *total;
-    } partial[2]; /* a thread's range begins and ends inside a unit at most once each */
+    } partial[2]; /* a share begins and ends inside a unit at most once each */
 } Scratch;
 
 /* A unit: one tile of token rows of one sequence, and the keys it attends to. */
@@ -273,14 +295,14 @@ typedef struct {
 static int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 static int64_t scratch_bytes(int64_t rows, int64_t rank, int64_t width, int64_t key_tile) {
-    return aligned(4 * rows * width) + aligned(4 * key_tile * width) +
+    return aligned(4 * rows * width) + aligned(4 * key_tile * width) + 2 * aligned(8) +
            aligned(4 * rows * key_tile) + aligned(2 * rows * key_tile) +
            2 * (aligned(4 * rows * rank) + 2 * aligned(4 * rows));
 }
 
 int64_t anabranch_workspace_bytes(int64_t rows, int64_t rank, int64_t width, int64_t key_tile,
-                                  int64_t threads) {
-    return threads * scratch_bytes(rows, rank, width, key_tile) + 64;
+                                  int64_t shares) {
+    return shares * scratch_bytes(rows, rank, width, key_tile) + 64;
 }
 
 static void *carve(char **from, int64_t bytes) {
@@ -289,17 +311,17 @@ static void *carve(char **from, int64_t bytes) {
     return here;
 }
 
-static Scratch scratch_of(const Attention *a, int thread) {
+static Scratch scratch_of(const Attention *a, int64_t share) {
     int64_t rows = a->row_tile, width = a->rank + a->rope_width;
     char *at = (char *)aligned((int64_t)a->workspace) +
-               thread * scratch_bytes(rows, a->rank, width, a->key_tile);
+               share * scratch_bytes(rows, a->rank, width, a->key_tile);
     Scratch s;
     s.queries = carve(&at, 4 * rows * width);
     s.keys = carve(&at, 4 * a->key_tile * width);
     s.scores = carve(&at, 4 * rows * a->key_tile);
     s.weights = carve(&at, 2 * rows * a->key_tile);
     for (int i = 0; i < 2; i++) {
-        s.partial[i].unit = -1;
+        s.partial[i].unit = carve(&at, 8);
         s.partial[i].acc = carve(&at, 4 * rows * a->rank);
         s.partial[i].peak = carve(&at, 4 * rows);
         s.partial[i].total = carve(&at, 4 * rows);
@@ -507,74 +529,82 @@ static void add_partial(const Attention *a, const Unit *unit, struct Partial *in
     }
 }
 
-/* Both kinds of partial attention. The rows times keys of all units are cut into one equal
- * share for each thread, so a unit may be shared by several; their partials are then merged.
- * Returns 0, or 1 + the sequence whose block table leads outside the cache. */
-int64_t anabranch_attention(const Attention *a) {
-    int64_t work = 0, rows = 0;
-    Unit unit = {0, 0, 0, 0, 0};
-    for (next_unit(a, &unit); unit.sequence < a->batch; next_unit(a, &unit)) {
-        work += unit.tokens * unit.keys;
-        rows = unit.first_row + unit.tokens;
-    }
+/* Both kinds of partial attention. The rows times keys of all units are cut into equal shares, so
+ * a unit may be in several; their partials are merged at the end. Call begin, then run each share
+ * once, in any order, on any thread, then end. The bits depend on the number of shares alone. */
+enum { SHARE_FLOPS = 10000000 }; /* what takes long enough to be worth another thread */
+
+/* Lowers a->shares to what the work is worth. Returns 0, or 1 + the sequence whose block table
+ * leads outside the cache: then nothing may follow. */
+int64_t anabranch_attention_begin(Attention *a) {
     if (a->table)
         for (int64_t b = 0; b < a->batch; b++)
             for (int64_t i = 0; i * a->block_size < a->key_lens[b]; i++) {
                 int32_t block = a->table[b * a->table_row + i];
                 if (i >= a->table_row || block < 0 || block >= a->num_blocks) return 1 + b;
             }
-    Scratch scratch[a->threads];
-    int team = 1;
-#pragma omp parallel num_threads(a->threads)
-    {
-        int me = omp_get_thread_num(), of = omp_get_num_threads();
-#pragma omp master
-        team = of;
-        Scratch s = scratch_of(a, me);
-        int64_t begin = work * me / of, end = work * (me + 1) / of, done = 0, index = 0;
-        int partials = 0;
-        Unit u = {0, 0, 0, 0, 0};
-        for (next_unit(a, &u); u.sequence < a->batch; next_unit(a, &u), index++) {
-            int64_t size = u.tokens * u.keys;
-            /* Shares are cut at whole keys, the same key for the two threads that meet there. */
-            int64_t first = begin <= done ? 0 : (begin - done) / u.tokens;
-            int64_t last = end >= done + size ? u.keys : (end - done) / u.tokens;
-            if (!a->table) { /* the bits of current attention must not depend on the threads */
-                first = 0;
-                last = begin <= done && done < end ? u.keys : 0;
-            }
-            if (u.keys == 0 && me == 0) clear_rows(a, u.first_row, u.first_row + u.tokens);
-            if (done < end && done + size > begin && first < last) {
-                struct Partial *p = &s.partial[partials];
-                attend(a, &u, first, last, &s, p);
-                if (first == 0 && last == u.keys) {
-                    finish(a, &u, p);
-                } else {
-                    p->unit = index;
-                    partials++;
-                }
-            }
-            done += size;
-        }
-        scratch[me] = s;
-    }
-    clear_rows(a, rows, a->tokens);
-    int64_t index = 0;
+    Unit unit = {0, 0, 0, 0, 0};
+    a->work = 0;
+    for (next_unit(a, &unit); unit.sequence < a->batch; next_unit(a, &unit))
+        a->work += unit.tokens * unit.keys;
+    double flops = 2.0 * a->work * a->heads * (2 * a->rank + a->rope_width);
+    if (flops / SHARE_FLOPS < a->shares) a->shares = 1 + (int32_t)(flops / SHARE_FLOPS);
+    for (int64_t share = 0; share < a->shares; share++)
+        for (int i = 0; i < 2; i++) *scratch_of(a, share).partial[i].unit = -1;
+    return 0;
+}
+
+void anabranch_attention_share(const Attention *a, int64_t share) {
+    Limits before = one_thread(a->limit);
+    Scratch s = scratch_of(a, share);
+    int64_t begin = a->work * share / a->shares, end = a->work * (share + 1) / a->shares;
+    int64_t done = 0, index = 0;
+    int partials = 0;
     Unit u = {0, 0, 0, 0, 0};
     for (next_unit(a, &u); u.sequence < a->batch; next_unit(a, &u), index++) {
-        struct Partial *into = NULL;
-        for (int thread = 0; thread < team; thread++)
-            for (int i = 0; i < 2; i++) {
-                struct Partial *p = &scratch[thread].partial[i];
-                if (p->unit != index) continue;
-                if (into)
-                    add_partial(a, &u, into, p);
-                else
-                    into = p;
+        int64_t size = u.tokens * u.keys;
+        /* Shares are cut at whole keys, the same key for the two that meet there. */
+        int64_t first = begin <= done ? 0 : (begin - done) / u.tokens;
+        int64_t last = end >= done + size ? u.keys : (end - done) / u.tokens;
+        if (!a->table) { /* the bits of current attention must not depend on the shares */
+            first = 0;
+            last = begin <= done && done < end ? u.keys : 0;
+        }
+        if (done < end && done + size > begin && first < last) {
+            struct Partial *p = &s.partial[partials];
+            attend(a, &u, first, last, &s, p);
+            if (first == 0 && last == u.keys) {
+                finish(a, &u, p);
+            } else {
+                *p->unit = index;
+                partials++;
             }
-        if (into) finish(a, &u, into);
+        }
+        done += size;
     }
-    return 0;
+    restore(a->limit, before);
+}
+
+void anabranch_attention_end(const Attention *a) {
+    int64_t index = 0, rows = 0;
+    Unit u = {0, 0, 0, 0, 0};
+    for (next_unit(a, &u); u.sequence < a->batch; next_unit(a, &u), index++) {
+        struct Partial into = {0};
+        for (int64_t share = 0; share < a->shares; share++) {
+            Scratch s = scratch_of(a, share);
+            for (int i = 0; i < 2; i++) {
+                if (*s.partial[i].unit != index) continue;
+                if (into.acc)
+                    add_partial(a, &u, &into, &s.partial[i]);
+                else
+                    into = s.partial[i];
+            }
+        }
+        if (into.acc) finish(a, &u, &into);
+        if (u.keys == 0) clear_rows(a, u.first_row, u.first_row + u.tokens);
+        rows = u.first_row + u.tokens;
+    }
+    clear_rows(a, rows, a->tokens);
 }
 
 /* ---- pack, merge, cache ------------------------------------------------------------------ */
@@ -611,13 +641,12 @@ int64_t anabranch_store(const char *kv_c, int64_t kv_c_row, const char *k_pe, in
     return 0;
 }
 
-/* Merge `parts` partials of T*H rows. Row r of partial n is at outs[n] + r * row[n] elements of
+/* Merge rows [first, last) of `parts` partials of T*H rows. Row r of partial n is at outs[n] + r * row[n] elements of
  * dtype[n], its LSE at lses[n] + r * lse_row[n] bytes. */
 void anabranch_merge(const char **outs, const int64_t *row, const int32_t *dtypes,
-                     const char **lses, const int64_t *lse_row, int64_t parts, int64_t rows,
-                     int64_t width, char *out, int32_t dtype, float *lse, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows * width * parts > 65536)
-    for (int64_t r = 0; r < rows; r++) {
+                     const char **lses, const int64_t *lse_row, int64_t parts, int64_t width,
+                     char *out, int32_t dtype, float *lse, int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; r++) {
         float weights[parts], peak = -INFINITY, total = 0, acc[width], values[width];
         for (int64_t n = 0; n < parts; n++) {
             float log;
@@ -645,22 +674,21 @@ void anabranch_merge(const char **outs, const int64_t *row, const int32_t *dtype
 
 enum { V_UP_TILE = 256, V_UP_FEW = 4 };
 
-int64_t anabranch_v_up_bytes(int64_t rank, int64_t width, int64_t threads) {
-    return 4 * threads * (V_UP_TILE * (rank + width) + rank * width);
+int64_t anabranch_v_up_bytes(int64_t rank, int64_t width, int64_t shares) {
+    return 4 * shares * (V_UP_TILE * (rank + width) + rank * width);
 }
 
-/* x [T, H, L] times w [H, L, V] to out [T, H, V], one head at a time. Each head's rows and weights
- * pass through scratch, so the bits depend on neither strides nor threads. */
+/* x [T, H, L] times w [H, L, V] to out [T, H, V], one head at a time, one share of the heads. Each
+ * head's rows and weights pass through scratch, so the bits depend on neither strides nor shares. */
 void anabranch_v_up(const void *x, int64_t x_token, int64_t x_head, const void *w,
                     int64_t w_head, int64_t w_row, char *out, int64_t out_token,
                     int64_t out_head, int64_t tokens, int64_t heads, int64_t rank,
-                    int64_t width, int32_t dtype, int64_t threads, float *workspace,
-                    sgemm_fn sgemm) {
-    int64_t share = V_UP_TILE * (rank + width) + rank * width;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t h = 0; h < heads; h++) {
-        float *weights = workspace + omp_get_thread_num() * share;
-        float *rows = weights + rank * width, *result = rows + V_UP_TILE * rank;
+                    int64_t width, int32_t dtype, float *workspace, sgemm_fn sgemm,
+                    limit_fn limit, int64_t share, int64_t shares) {
+    Limits before = one_thread(limit);
+    float *weights = workspace + share * (V_UP_TILE * (rank + width) + rank * width);
+    float *rows = weights + rank * width, *result = rows + V_UP_TILE * rank;
+    for (int64_t h = heads * share / shares; h < heads * (share + 1) / shares; h++) {
         const float *factors = weights;
         int l = (int)rank, v = (int)width, w_stride = v;
         if (dtype == F32) { /* no copy; both forms of V-up have the same weights, so the same bits */
@@ -694,4 +722,5 @@ void anabranch_v_up(const void *x, int64_t x_token, int64_t x_head, const void *
                           result + i * width, width, dtype, 1);
         }
     }
+    restore(limit, before);
 }

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -212,13 +212,68 @@ def streams_for(device: torch.device | str) -> StreamPair:
 
 
 def repeatable(device: torch.device | str, work: Callable[[], None]) -> Callable[[], None]:
-    """`work` as something to call again and again: on CUDA a graph, elsewhere `work` itself.
+    """`work` as something to call again and again: on CUDA and NPU a graph, elsewhere itself.
 
     `work` must touch only memory that stays where it is, read nothing back to the host, and give
-    its operations to `streams_for(device)`. It may run before this returns.
+    its operations to `streams_for(device)`. It may run before this returns. What it takes from the
+    host anew each time goes through `updatable` and `host_fed`.
     """
-    if _provided is None and torch.device(device).type == "cuda":
+    kind = torch.device(device).type
+    if _provided is None and kind == "cuda":
         from anabranch.streams.graph import captured
 
         return captured(torch.device(device), work)
+    if _provided is None and kind == "npu":
+        from anabranch.streams.npu_graph import captured as captured_on_npu
+
+        return captured_on_npu(torch.device(device), work)
     return work
+
+
+class Capture(Protocol):
+    """A graph in the making that can be told other lengths later."""
+
+    def updatable(
+        self, operator: Callable[..., object], arguments: Callable[[], dict[str, Any]]
+    ) -> None: ...
+
+    def host_fed(
+        self, values: Callable[[], torch.Tensor], device: torch.device
+    ) -> torch.Tensor: ...
+
+
+_capture: Capture | None = None
+
+
+@contextmanager
+def capture_into(capture: Capture) -> Iterator[None]:
+    """Give to `capture` what goes through `updatable` and `host_fed`."""
+    global _capture
+    _capture = capture
+    try:
+        yield
+    finally:
+        _capture = None
+
+
+def capturing() -> bool:
+    """Whether the work given now is captured by a graph whose host arguments can be updated."""
+    return _capture is not None
+
+
+def updatable(operator: Callable[..., object], arguments: Callable[[], dict[str, Any]]) -> None:
+    """Launch `operator(**arguments())`; each replay of a graph asks for the arguments again.
+
+    Only those that the host reads may differ then: the tensors must be the same.
+    """
+    if _capture is None:
+        operator(**arguments())
+    else:
+        _capture.updatable(operator, arguments)
+
+
+def host_fed(values: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+    """`values()`, made on the CPU, on `device`; each replay of a graph fills it in again."""
+    if _capture is None:
+        return values().to(device)
+    return _capture.host_fed(values, device)

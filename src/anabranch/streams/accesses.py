@@ -151,6 +151,8 @@ def _arguments(func: Any) -> tuple[tuple[str, bool, bool], ...]:
     for argument in func._schema.arguments:
         if is_collective(func):
             reads, writes = _collective(name, argument.name)
+        elif func._schema.name.startswith("npu::") and argument.name in ("out", "workspace"):
+            reads, writes = False, True  # torch_npu's schemas do not say so
         else:
             writes = argument.alias_info is not None and argument.alias_info.is_write
             reads = not writes or not (argument.kwarg_only or name in _OVERWRITES)

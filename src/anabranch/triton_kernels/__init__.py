@@ -15,6 +15,8 @@ import torch
 
 from anabranch import streams
 
+MOST_PROGRAMS_ON_NPU = 65535  # Triton-Ascend gives each a block of the device
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -41,14 +43,22 @@ class Launch:
         )
 
 
-def serve(device: torch.device) -> bool:
-    """Whether these kernels run on `device`."""
-    return device.type == "cuda" and _installed()
+def serve(device: torch.device, programs: int = 1) -> bool:
+    """Whether these kernels run on `device`, as many as `programs` of them in one launch.
+
+    On an NPU pack, merge and the cache write do, where `triton` is Triton-Ascend.
+    """
+    if device.type == "npu":
+        return programs <= MOST_PROGRAMS_ON_NPU and _installed("triton.backends.ascend")
+    return device.type == "cuda" and _installed("triton")
 
 
 @cache
-def _installed() -> bool:
-    return find_spec("triton") is not None
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that the module would be in
+        return False
 
 
 def dense_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,18 +40,25 @@ def can_pack(out: torch.Tensor, lse: torch.Tensor, packed: torch.Tensor) -> bool
     return dense and out.shape[-1] * out.itemsize % 4 == 0
 
 
-def pack_launch(out: torch.Tensor, lse: torch.Tensor, packed: torch.Tensor) -> Launch:
+def row_tile(device: torch.device) -> int:
+    """Rows of one program. Triton-Ascend 3.2 lowers no tile whose rows lie anywhere: one there."""
+    return 1 if device.type == "npu" else ROW_TILE
+
+
+def pack_launch(
+    out: torch.Tensor, lse: torch.Tensor, packed: torch.Tensor, row_tile: int = ROW_TILE
+) -> Launch:
     """`out` `[T, N*H, L]`, `lse` `[T, N*H]` FP32 to `packed` `[N, T, H, L + c]`."""
     tokens, heads = lse.shape
     words = out.shape[-1] * out.itemsize // 4
     return Launch(
         pack,
-        (-(-tokens * heads // ROW_TILE),),
+        (-(-tokens * heads // row_tile),),
         {
             "out": out.view(torch.int32), "lse": lse.view(torch.int32),
             "packed": packed.view(torch.int32), "rows": tokens * heads, "tokens": tokens,
             "heads": heads, "own_heads": packed.shape[2], "WORDS": words,
-            "COLUMNS": next_power_of_2(words), "ROWS": ROW_TILE,
+            "COLUMNS": next_power_of_2(words), "ROWS": row_tile,
         },
         ("packed",),
     )  # fmt: skip
