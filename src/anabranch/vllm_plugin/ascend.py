@@ -3,7 +3,7 @@
 vllm-ascend 0.30 takes HISTORY and CURRENT apart where a sequence brings several tokens. Here
 every decode step goes that way, and what `_forward_decode_split_attention` does is the library's
 step, under the schedule the user names. No NPU has run this: what it overrides, calls and reads
-is checked against the published sources by `tests/vllm/test_ascend.py`.
+is checked against the published sources by `tests/vllm/test_vllm_ascend.py`.
 
 vllm-ascend's platform names its backend whatever is registered or asked for, so `attach` puts a
 choice in the two places where that backend names its classes (`ASCEND_CLASSES` in the test). That
