@@ -49,7 +49,8 @@ static void restore(limit_fn limit, Limits before) {
 
 typedef void (*share_fn)(const void *task, int64_t share);
 
-enum { LATE = 1000000, PATIENCE = 10 }; /* nanoseconds; and how many times as long as was lost */
+/* Late is by so many nanoseconds and such a part of all; alone for so many times what was lost. */
+enum { LATE = 1000000, PART = 4, PATIENCE = 10 };
 static atomic_int_fast64_t alone_until;
 
 static int64_t nanoseconds(clockid_t clock) {
@@ -76,9 +77,8 @@ static void in_shares(share_fn run, const void *task, int64_t shares) {
         int64_t lost = nanoseconds(CLOCK_MONOTONIC) - begin - ran;
         if (lost > atomic_load(&most_lost)) atomic_store(&most_lost, lost);
     }
-    int64_t lost = atomic_load(&most_lost);
-    if (lost > LATE)
-        atomic_store(&alone_until, nanoseconds(CLOCK_MONOTONIC) + PATIENCE * lost);
+    int64_t lost = atomic_load(&most_lost), end = nanoseconds(CLOCK_MONOTONIC);
+    if (lost > LATE && lost > (end - begin) / PART) atomic_store(&alone_until, end + PATIENCE * lost);
 }
 
 /* ---- number formats ---------------------------------------------------------------------- */
