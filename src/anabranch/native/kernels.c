@@ -78,7 +78,8 @@ static void in_shares(share_fn run, const void *task, int64_t shares) {
         if (lost > atomic_load(&most_lost)) atomic_store(&most_lost, lost);
     }
     int64_t lost = atomic_load(&most_lost), end = nanoseconds(CLOCK_MONOTONIC);
-    if (lost > LATE && lost > (end - begin) / PART) atomic_store(&alone_until, end + PATIENCE * lost);
+    if (lost > LATE && lost > (end - begin) / PART)
+        atomic_store(&alone_until, end + PATIENCE * lost);
 }
 
 /* ---- number formats ---------------------------------------------------------------------- */
