@@ -127,17 +127,21 @@ class LatentCache:
                 pages.data_ptr(), pages.stride(0) * size, pages.stride(1) * size,
                 pages.shape[2] * size,
             ]  # fmt: skip
-        lost = launch(
+
+        def check(lost: int) -> None:
+            if lost:
+                raise ValueError(
+                    f"slot_mapping must be below {self.num_blocks * self.block_size}, "
+                    f"got {int(slot_mapping[lost - 1])} at {lost - 1}"
+                )
+
+        launch(
             "anabranch_store",
             lambda: library.kernels.anabranch_store(*arguments),
             reads=(kv_c, k_pe, slot_mapping),
             writes=(self.latent, self.rope),
+            check=check,
         )
-        if lost:
-            raise ValueError(
-                f"slot_mapping must be below {self.num_blocks * self.block_size}, "
-                f"got {int(slot_mapping[lost - 1])} at {lost - 1}"
-            )
 
     def _stored(self, values: torch.Tensor) -> torch.Tensor:
         if self.latent.dtype == torch.float8_e4m3fn:

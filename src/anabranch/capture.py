@@ -2,9 +2,9 @@
 
 What a graph capture fixes is fixed here on every device: the memory of inputs, buffers and
 workspace, the cache, the weight, dtypes and widths. What changes between replays is copied into
-the fixed inputs. On CPU a captured step is the eager one prepared once per size: replays
-allocate no tensor memory and build no step. On CUDA and NPU each size is a graph, with both streams
-in it.
+the fixed inputs. On CPU a captured step is the eager one prepared once per size, whose operations
+repeat the native calls of their first run: replays allocate no tensor memory and build no step. On
+CUDA and NPU each size is a graph, with both streams in it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from anabranch.cache import DecodeBatch, LatentCache
+from anabranch.schedules import Schedule
 from anabranch.step import Buffers, DecodeStep, StepInputs
 from anabranch.streams import repeatable
 
@@ -27,9 +28,9 @@ class CapturedStep:
 
     The first call fixes the dtype, `cache`, `w_uv` and the width of the block table, and
     reserves buffers for `max_tokens` rows and as many sequences. A later call that changes any
-    of these, or exceeds them, raises ValueError before any work. On CUDA and NPU the first call of
-    a size captures its graph, under the schedule the decoder has then. On NPU it also fixes the
-    number of tokens of a sequence, where all have the same.
+    of these, or exceeds them, raises ValueError before any work. The first call of a size under a
+    schedule captures the step, on CUDA and NPU as a graph. On NPU it also fixes the number of
+    tokens of a sequence, where all have the same.
     """
 
     def __init__(self, decoder: DCPDecoder, max_tokens: int) -> None:
@@ -63,7 +64,7 @@ class CapturedStep:
 
 
 class _Fixed:
-    """The memory of a captured step, and a prepared step for each size that has come up."""
+    """The memory of a captured step, and a prepared step for each size and schedule so far."""
 
     def __init__(self, decoder: DCPDecoder, max_tokens: int, like: StepInputs) -> None:
         def fixed(tensor: torch.Tensor, *widths: int) -> torch.Tensor:
@@ -89,8 +90,8 @@ class _Fixed:
         self._output = fixed(like.q_nope, dims.num_heads * dims.v_head_dim)
         self._identity = self._identify(like)
         self._buffers = Buffers(decoder.device)
-        self._steps: dict[tuple[int, int], DecodeStep] = {}
-        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
+        self._steps: dict[tuple[int, int, Schedule], DecodeStep] = {}
+        self._replays: dict[tuple[int, int, Schedule], Callable[[], None]] = {}
         # A step over nothing takes every buffer at its largest: none moves once a graph holds it.
         self._inputs.batch.slot_mapping.fill_(-1)
         decoder.run(decoder.prepare(self._inputs, self._buffers, self._output), decoder.schedule)
@@ -112,29 +113,28 @@ class _Fixed:
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Replay the step of this size, captured on its first use. Returns the captured output."""
-        size = inputs.batch.num_tokens, inputs.batch.seq_lens.shape[0]
-        step = self._load(inputs, size)
-        if size not in self._replays:
-            decoder = self._decoder
-            self._replays[size] = repeatable(
-                decoder.device, lambda: decoder.run(step, decoder.schedule)
-            )
-        self._replays[size]()
+        decoder, batch = self._decoder, inputs.batch
+        schedule = decoder.schedule
+        key = batch.num_tokens, batch.seq_lens.shape[0], schedule
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = self._prepare(*key[:2])
+        self._load(step, inputs)
+        if key not in self._replays:
+            self._replays[key] = repeatable(decoder.device, lambda: decoder.run(step, schedule))
+        self._replays[key]()
         return step.output
 
-    def _load(self, inputs: StepInputs, size: tuple[int, int]) -> DecodeStep:
-        """Copy what may change into the fixed memory; the step of this size reads it there."""
+    @staticmethod
+    def _load(step: DecodeStep, inputs: StepInputs) -> None:
+        """Copy what may change into the fixed memory, where the step reads it."""
         batch = inputs.batch
-        step = self._steps.get(size)
-        if step is None:
-            step = self._steps[size] = self._prepare(*size)
         for name in ("q_nope", "q_pe", "kv_c", "k_pe"):
             getattr(step.inputs, name).copy_(getattr(inputs, name))
         for name in ("seq_lens", "query_lens", "slot_mapping"):
             getattr(step.inputs.batch, name).copy_(getattr(batch, name))
         # Columns beyond the given ones are padding, which is never followed.
         step.inputs.batch.block_table[:, : batch.block_table.shape[1]].copy_(batch.block_table)
-        return step
 
     def _prepare(self, tokens: int, sequences: int) -> DecodeStep:
         whole, batch = self._inputs, self._inputs.batch
@@ -152,7 +152,9 @@ class _Fixed:
             ),
             w_uv=whole.w_uv,
         )
-        return self._decoder.prepare(inputs, self._buffers, self._output[:tokens])
+        step = self._decoder.prepare(inputs, self._buffers, self._output[:tokens])
+        step.repeat()
+        return step
 
     @staticmethod
     def _identify(inputs: StepInputs) -> dict[str, object]:

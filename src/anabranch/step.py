@@ -18,6 +18,7 @@ from anabranch.cache import DecodeBatch, LatentCache
 from anabranch.exchange import exchange_partials, gather_heads, lse_columns
 from anabranch.geometry import MLADims
 from anabranch.merge import merge_partials
+from anabranch.streams import repeated
 
 
 class Buffers:
@@ -87,16 +88,44 @@ class DecodeStep:
         self.merged = self._partials("merged", self.own_heads, dims.kv_lora_rank)
         # What travels; `ProjectFirstStep` narrows it.
         self.sent = self.history
+        self.q_nope, self.q_pe = inputs.q_nope, inputs.q_pe
+        if group is not None:
+            self._lay_out_queries()
+        self._wires: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def repeat(self) -> None:
+        """Prepare to run more than once, on the same memory: see `streams.repeated`."""
+        for operation in (
+            self.gather_queries, self.history_attention, self.current_attention,
+            self.exchange_history, self.exchange_history_converted, self.merge,
+            self.project, self.project_transposed, self.store,
+        ):  # fmt: skip
+            setattr(self, operation.__name__, repeated(self.buffers.device, operation))
+
+    def _lay_out_queries(self) -> None:
+        """Where `gather_queries` puts those of all heads, and history attention finds them."""
+        rank, heads, width = self.dims.kv_lora_rank, self.own_heads, self.dims.latent_width
+        take, dtype = self.buffers.take, self.dtype
+        self._own = take("query", self.tokens, heads, width, dtype=dtype)
+        received = take("queries_by_rank", self.world_size, self.tokens, heads, width, dtype=dtype)
+        every = take("queries", self.tokens, self.all_heads, width, dtype=dtype)
+        self._gathered = received, every
+        self.q_nope, self.q_pe = every[..., :rank], every[..., rank:]
 
     def _partials(self, name: str, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         out = self.buffers.take(name, self.tokens, heads, width, dtype=self.dtype)
         return out, self.buffers.take(f"{name}_lse", self.tokens, heads, dtype=torch.float32)
 
     def _wire(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        width = self.sent[0].shape[-1] + lse_columns(dtype)
-        shape = self.world_size, self.tokens, self.own_heads, width
-        take = self.buffers.take
-        return take("send", *shape, dtype=dtype), take("receive", *shape, dtype=dtype)
+        """Send and receive buffer; the same each time, though the buffers may have grown."""
+        if dtype not in self._wires:
+            width = self.sent[0].shape[-1] + lse_columns(dtype)
+            shape = self.world_size, self.tokens, self.own_heads, width
+            send, receive = (
+                self.buffers.take(name, *shape, dtype=dtype) for name in ("send", "receive")
+            )
+            self._wires[dtype] = send, receive
+        return self._wires[dtype]
 
     @property
     def current_inputs(self) -> tuple[torch.Tensor, ...]:
@@ -126,20 +155,11 @@ class DecodeStep:
 
     def gather_queries(self) -> None:
         """All-gather the absorbed queries over the group, along the heads."""
-        rank = self.dims.kv_lora_rank
-        if self.group is None:
-            self.q_nope, self.q_pe = self.inputs.q_nope, self.inputs.q_pe
-            return
-        take, width = self.buffers.take, self.dims.latent_width
-        own = take("query", self.tokens, self.own_heads, width, dtype=self.dtype)
-        own[..., :rank] = self.inputs.q_nope
-        own[..., rank:] = self.inputs.q_pe
-        received = take(
-            "queries_by_rank", self.world_size, self.tokens, self.own_heads, width, dtype=self.dtype
-        )
-        every = take("queries", self.tokens, self.all_heads, width, dtype=self.dtype)
-        gather_heads(own, self.group, buffers=(received, every))
-        self.q_nope, self.q_pe = every[..., :rank], every[..., rank:]
+        if self.group is not None:
+            rank = self.dims.kv_lora_rank
+            self._own[..., :rank] = self.inputs.q_nope
+            self._own[..., rank:] = self.inputs.q_pe
+            gather_heads(self._own, self.group, buffers=self._gathered)
 
     def history_attention(self) -> None:
         """Partial attention of all heads over this rank's pages."""

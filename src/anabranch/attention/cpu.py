@@ -13,7 +13,7 @@ Floor of one decode step: `2 * heads * (2 L + R)` FLOPs and `(L + R) * itemsize`
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -46,18 +46,22 @@ def history(
         cpu_fallback.history(q_nope, q_pe, cache, batch, scale, out, lse, workspace)
         return
     table = batch.block_table
-    lost = _attend(
+
+    def check(lost: int) -> None:
+        if lost:
+            b = lost - 1
+            raise ValueError(
+                f"batch.block_table[{b}] must name blocks in [0, {cache.num_blocks}) for all "
+                f"{int(batch.seq_lens[b])} tokens, got {table[b].tolist()}"
+            )
+
+    _attend(
         library, q_nope, q_pe, cache.latent, cache.rope, batch, scale, out, lse, workspace,
         table=table.data_ptr(), table_row=table.stride(0), num_blocks=cache.num_blocks,
         block_size=cache.block_size, cache_scale=cache.scale,
         latent_block=cache.latent.stride(0), latent_entry=cache.latent.stride(1),
-        rope_block=cache.rope.stride(0), rope_entry=cache.rope.stride(1),
+        rope_block=cache.rope.stride(0), rope_entry=cache.rope.stride(1), check=check,
     )  # fmt: skip
-    if lost is not None:
-        raise ValueError(
-            f"batch.block_table[{lost}] must name blocks in [0, {cache.num_blocks}) for all "
-            f"{int(batch.seq_lens[lost])} tokens, got {table[lost].tolist()}"
-        )
 
 
 def current(
@@ -111,9 +115,10 @@ def _attend(
     out: torch.Tensor,
     lse: torch.Tensor,
     workspace: torch.Tensor | None,
+    check: Callable[[int], None] | None = None,
     **layout: float,
-) -> int | None:
-    """Run the kernel; returns the sequence whose block table leads outside the cache, or None."""
+) -> None:
+    """Run the kernel; `check` is given 1 + the sequence whose block table leads outside, or 0."""
     if q_nope.dtype == torch.float64:
         raise ValueError("q_nope must be float32, bfloat16 or float16, got torch.float64")
     tokens, heads, rank = q_nope.shape
@@ -135,16 +140,21 @@ def _attend(
         batch=batch.seq_lens.shape[0], tokens=tokens, heads=heads, rank=rank,
         rope_width=q_pe.shape[2], row_tile=rows, key_tile=KEY_TILE, scale=scale,
         dtype=native.DTYPES[q_nope.dtype], cache_dtype=native.DTYPES[latent.dtype],
-        shares=threads, workspace=workspace.data_ptr(), sgemm=library.sgemm,
+        workspace=workspace.data_ptr(), sgemm=library.sgemm,
         bf16gemm=library.bf16gemm if bf16 else 0, limit=library.limit, **layout,
     )  # fmt: skip
-    lost = launch(
+
+    def kernel() -> int:
+        task.shares = min(threads, torch.get_num_threads())  # one where a side stream repeats it
+        return int(library.kernels.anabranch_attention(ctypes.byref(task)))
+
+    launch(
         "anabranch_attention",
-        lambda: library.kernels.anabranch_attention(ctypes.byref(task)),
+        kernel,
         reads=(q_nope, q_pe, latent, rope, batch.block_table, batch.seq_lens, batch.query_lens),
         writes=(out, lse, workspace),
+        check=check,
     )
-    return lost - 1 if lost else None
 
 
 def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+
+from anabranch.streams.recorded import record_call, recorded
 
 DEVICES = ("cpu", "cuda", "npu")
 """The types of devices that have streams here."""
@@ -172,16 +175,18 @@ def launch(
     *,
     reads: Sequence[torch.Tensor] = (),
     writes: Sequence[torch.Tensor] = (),
-) -> T:
+    check: Callable[[T], None] | None = None,
+) -> None:
     """Run a kernel that PyTorch's dispatcher does not see, such as one called through ctypes.
 
     A watcher learns of its accesses only from `reads` and `writes` (views: a region of a buffer is
     enough). `kernel` must hold addresses and no tensors, as a device's queue does: it may be
-    run again, and must not keep memory alive. Returns what `kernel` returns.
+    run again, and must not keep memory alive. `check` is given what it returns, to raise an error.
     """
-    if _watcher is None:
-        return kernel()
-    return _watcher.launch(name, kernel, reads, writes)
+    record_call(partial(launch, name, kernel, reads=reads, writes=writes, check=check))
+    result = kernel() if _watcher is None else _watcher.launch(name, kernel, reads, writes)
+    if check is not None:
+        check(result)
 
 
 @contextmanager
@@ -236,6 +241,14 @@ def take_device(kind: str, index: int) -> torch.device:
 def may_fork(kind: str) -> bool:
     """Whether a process that has looked for devices of `kind` may fork: no driver survives it."""
     return kind == "cpu"
+
+
+def repeated(device: torch.device | str, operation: Operation) -> Operation:
+    """`operation`, which will run again and again on the same memory, at less cost where it can.
+
+    On CPU see `streams.recorded`. On CUDA and NPU it is as given: `repeatable` takes all the work.
+    """
+    return recorded(operation) if torch.device(device).type == "cpu" else operation
 
 
 def repeatable(device: torch.device | str, work: Callable[[], None]) -> Callable[[], None]:
