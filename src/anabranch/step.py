@@ -93,6 +93,11 @@ class DecodeStep:
             self._lay_out_queries()
         self._wires: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def reserve(self) -> None:
+        """Take every buffer that `serial` and `overlap` use, as `run` would."""
+        if self.group is not None:
+            self._wire(self.dtype)
+
     def repeat(self) -> None:
         """Prepare to run more than once, on the same memory: see `streams.repeated`."""
         for operation in (

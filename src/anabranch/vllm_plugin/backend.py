@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from anabranch.cache import DecodeBatch, LatentCache
 from anabranch.geometry import MLADims, ShardLayout
 from anabranch.step import Buffers, StepInputs
-from anabranch.vllm_plugin.decode import LatentDecoder, decode_batch
+from anabranch.vllm_plugin.decode import FixedBatches, LatentDecoder
 from anabranch.vllm_plugin.settings import read_settings
 
 # One set of buffers for all layers: their steps come one after the other.
@@ -106,7 +106,8 @@ class MLAMetadataBuilder(MLACommonMetadataBuilder[MLAMetadata]):  # type: ignore
             metadata_cls=MLAMetadata,
             supports_dcp_with_varlen=True,
         )
-        self._layout = ShardLayout(size, rank, parallel.cp_kv_cache_interleave_size)
+        layout = ShardLayout(size, rank, parallel.cp_kv_cache_interleave_size)
+        self._batches = FixedBatches(layout, _most_tokens(vllm_config))
 
     def _build_decode(
         self,
@@ -126,8 +127,15 @@ class MLAMetadataBuilder(MLACommonMetadataBuilder[MLAMetadata]):  # type: ignore
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            batch=decode_batch(self._layout, total_lens, query_start_loc_cpu, block_table_tensor),
+            batch=self._batches.load(total_lens, query_start_loc_cpu, block_table_tensor),
         )
+
+
+def _most_tokens(vllm_config: VllmConfig) -> int:
+    """Rows of the largest step of decodes: each sequence brings a token and what is drafted."""
+    speculation = vllm_config.speculative_config
+    drafted = 0 if speculation is None else speculation.num_speculative_tokens
+    return int(vllm_config.scheduler_config.max_num_seqs * (1 + drafted))
 
 
 def _give_managers(layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
@@ -195,6 +203,7 @@ class MLAImpl(MLACommonImpl[MLAMetadata]):  # type: ignore[misc]
         self._group_size: int = config.parallel_config.decode_context_parallel_size
         self.dcp_world_size: int = 1  # see the module's docstring
         self._latents: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._buffer: torch.Tensor | None = None
         dims = MLADims(
             num_heads=num_heads,
             kv_lora_rank=self.kv_lora_rank,
@@ -225,7 +234,7 @@ class MLAImpl(MLACommonImpl[MLAMetadata]):  # type: ignore[misc]
         if kv_cache.numel() == 0:
             return
         rows = slot_mapping.shape[0]
-        cache = LatentCache.from_buffer(kv_cache, self.kv_lora_rank)
+        cache = self._cache_in(kv_cache)
         cache.write(kv_c_normed[:rows], k_pe[:rows].squeeze(1), slot_mapping)
 
     def forward_mqa(
@@ -247,11 +256,17 @@ class MLAImpl(MLACommonImpl[MLAMetadata]):  # type: ignore[misc]
             q_pe,
             kv_c[:tokens],  # vLLM puts decodes first
             k_pe[:tokens],
-            LatentCache.from_buffer(kv_c_and_k_pe_cache, self.kv_lora_rank),
+            self._cache_in(kv_c_and_k_pe_cache),
             attn_metadata.decode.batch,
             layer.W_UV,
         )
         return self._decoder.step(inputs), None
+
+    def _cache_in(self, buffer: torch.Tensor) -> LatentCache:
+        """vLLM's buffer as a cache, the same object as long as it is the same tensor."""
+        if buffer is not self._buffer:
+            self._buffer, self._cache = buffer, LatentCache.from_buffer(buffer, self.kv_lora_rank)
+        return self._cache
 
     def _compute_prefill_context(
         self,

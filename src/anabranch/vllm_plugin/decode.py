@@ -1,12 +1,20 @@
 """A decode step inside an engine that stores the latents and projects to V itself.
 
 Nothing here knows vLLM: the engine's cache, block table and process group come as they are.
+
+On CPU the steps of a model repeat. A `FixedBatch` holds the lengths of each step of one size in the
+same memory, all layers prepare their step of that size once, and from then on a layer copies its
+queries and latents and runs what is prepared (`streams.recorded`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +24,9 @@ from anabranch.cache import DecodeBatch
 from anabranch.geometry import MLADims, ShardLayout
 from anabranch.schedules import RUN, Schedule
 from anabranch.step import Buffers, DecodeStep, StepInputs
-from anabranch.streams import streams_for
+from anabranch.streams import repeated, streams_for
+
+MOST_BATCHES = 64  # a layer's step over one takes some kilobytes
 
 
 class LatentStep(DecodeStep):
@@ -61,33 +71,141 @@ class LatentDecoder:
         self.dims, self.group, self.schedule = dims, group, schedule
         self._buffers = buffers
         self._streams = streams_for(buffers.device)
+        self._reserved = False
 
     @torch.no_grad()
     def step(self, inputs: StepInputs) -> torch.Tensor:
         """Merged attention `[T, H, L]` of this step's tokens over the whole sequence.
 
-        Of `inputs`, `w_uv` is only read for its shape, and `batch.slot_mapping` not at all.
+        Of `inputs`, `w_uv` is only read for its shape, and `batch.slot_mapping` not at all. Over a
+        `FixedBatch` the result is overwritten by the next step, of this layer or another.
         """
+        if isinstance(inputs.batch, FixedBatch):
+            return self._repeat(inputs, inputs.batch)
         tokens, heads, rank = inputs.q_nope.shape
         output = inputs.q_nope.new_empty(tokens, heads * rank)
-        if self.group is None and tokens == len(inputs.batch.seq_lens):
-            self._attend_to_all(inputs, output.view(tokens, heads, rank))
+        if self._is_whole(inputs):
+            self._attend_to_all(inputs, inputs.batch.seq_lens + 1, output.view(tokens, heads, rank))
             return output.view(tokens, heads, rank)
         step = LatentStep(self.dims, self.group, inputs, self._buffers, output)
         RUN[self.schedule](step, self._streams)
         return output.view(tokens, heads, rank)
 
-    def _attend_to_all(self, inputs: StepInputs, out: torch.Tensor) -> None:
+    def _repeat(self, inputs: StepInputs, batch: FixedBatch) -> torch.Tensor:
+        key = self, self.schedule
+        prepared = batch.prepared.get(key)
+        if prepared is None or prepared.inputs.cache is not inputs.cache:
+            prepared = batch.prepared[key] = self._prepare(inputs, batch)
+        fixed = prepared.inputs
+        fixed.q_nope.copy_(inputs.q_nope)
+        fixed.q_pe.copy_(inputs.q_pe)
+        fixed.kv_c.copy_(inputs.kv_c)
+        fixed.k_pe.copy_(inputs.k_pe)
+        prepared.run()
+        return prepared.output
+
+    def _prepare(self, inputs: StepInputs, batch: FixedBatch) -> PreparedStep:
+        """The step over `batch` in this decoder's buffers, of which each is taken at its largest.
+
+        So they stay where they are when a larger batch comes.
+        """
+        if not self._reserved:
+            fixed, output = self._fixed(inputs, batch.most_tokens)
+            LatentStep(self.dims, self.group, fixed, self._buffers, output).reserve()
+            self._reserved = True
+        fixed, output = self._fixed(inputs, len(inputs.q_nope))
+        out = output.view(inputs.q_nope.shape)
+        if self._is_whole(inputs):
+            attend = partial(self._attend_to_all, fixed, batch.total_lens, out)
+            return PreparedStep(fixed, out, repeated(self._buffers.device, attend))
+        step = LatentStep(self.dims, self.group, fixed, self._buffers, output)
+        step.repeat()
+        return PreparedStep(fixed, out, partial(RUN[self.schedule], step, self._streams))
+
+    def _fixed(self, inputs: StepInputs, tokens: int) -> tuple[StepInputs, torch.Tensor]:
+        """Inputs and output of `tokens` rows in the buffers."""
+
+        def fixed(name: str, like: torch.Tensor) -> torch.Tensor:
+            return self._buffers.take(name, tokens, *like.shape[1:], dtype=like.dtype)
+
+        places = replace(
+            inputs,
+            q_nope=fixed("q_nope", inputs.q_nope),
+            q_pe=fixed("q_pe", inputs.q_pe),
+            kv_c=fixed("kv_c", inputs.kv_c),
+            k_pe=fixed("k_pe", inputs.k_pe),
+        )
+        return places, fixed("output", inputs.q_nope.flatten(1))
+
+    def _is_whole(self, inputs: StepInputs) -> bool:
         """One rank, one token a sequence: the cache, which has it already, is all there is."""
+        return self.group is None and inputs.q_nope.shape[0] == len(inputs.batch.seq_lens)
+
+    def _attend_to_all(
+        self, inputs: StepInputs, total_lens: torch.Tensor, out: torch.Tensor
+    ) -> None:
         tokens, heads, _ = out.shape
         take, provider = self._buffers.take, provider_for(self._buffers.device)
         partial_attention(
             inputs.q_nope, inputs.q_pe, inputs.cache,
-            replace(inputs.batch, seq_lens=inputs.batch.seq_lens + 1),
+            replace(inputs.batch, seq_lens=total_lens),
             AttentionKind.HISTORY, self.dims,
             take("workspace", provider.workspace_bytes(heads, self.dims), dtype=torch.uint8),
             out=(out, take("history_lse", tokens, heads, dtype=torch.float32)),
         )  # fmt: skip
+
+
+class PreparedStep(NamedTuple):
+    """A step over a `FixedBatch`: `run` reads `inputs` and writes `output` `[T, H, L]`."""
+
+    inputs: StepInputs
+    output: torch.Tensor
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, eq=False)
+class FixedBatch(DecodeBatch):
+    """A batch whose tensors stay where they are, and what layers have prepared over it.
+
+    `total_lens` `[B]` int32: length of each sequence on all ranks together, this step included.
+    """
+
+    total_lens: torch.Tensor
+    most_tokens: int
+    prepared: dict[tuple[LatentDecoder, Schedule], PreparedStep] = field(default_factory=dict)
+
+
+class FixedBatches:
+    """The batches of an engine on CPU, by size; the least recently used of many is forgotten.
+
+    `most_tokens`: rows of the largest step, for which buffers are reserved.
+    """
+
+    def __init__(self, layout: ShardLayout, most_tokens: int) -> None:
+        self._layout, self._most_tokens = layout, most_tokens
+        self._batches: OrderedDict[tuple[int, ...], FixedBatch] = OrderedDict()
+
+    def load(
+        self, total_lens: torch.Tensor, query_start: torch.Tensor, block_table: torch.Tensor
+    ) -> FixedBatch:
+        """The batch of a step, arguments as `decode_batch`; the last of this size is overwritten.
+
+        An engine's block table stays in place too: it is read where it is, not copied.
+        """
+        batch = decode_batch(self._layout, total_lens, query_start, block_table)
+        key = batch.num_tokens, len(total_lens), block_table.data_ptr(), *block_table.stride()
+        fixed = self._batches.get(key)
+        if fixed is None:
+            total = torch.empty_like(batch.seq_lens)
+            fixed = FixedBatch(**vars(batch), total_lens=total, most_tokens=self._most_tokens)
+            self._batches[key] = fixed
+            if len(self._batches) > MOST_BATCHES:
+                self._batches.popitem(last=False)
+        self._batches.move_to_end(key)
+        fixed.seq_lens.copy_(batch.seq_lens)
+        fixed.query_lens.copy_(batch.query_lens)
+        fixed.total_lens.copy_(total_lens)
+        return fixed
 
 
 def decode_batch(
