@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -109,6 +110,18 @@ class LatentCache:
         self.latent[block, entry] = self._stored(kv_c[own])
         self.rope[block, entry] = self._stored(k_pe[own])
 
+    @cached_property
+    def _pages(self) -> tuple[int, ...]:
+        """What the native store is told of the cache; strides in bytes."""
+        return self.num_blocks, self.block_size, *(
+            number
+            for pages in (self.latent, self.rope)
+            for number in (
+                pages.data_ptr(), pages.stride(0) * pages.itemsize,
+                pages.stride(1) * pages.itemsize, pages.shape[2] * pages.itemsize,
+            )
+        )  # fmt: skip
+
     def _write_rows(
         self,
         library: native.Library,
@@ -118,15 +131,10 @@ class LatentCache:
     ) -> None:
         """One pass over the rows, allocating nothing."""
         size = self.latent.itemsize
-        arguments = [
+        arguments = (
             kv_c.data_ptr(), kv_c.stride(0) * size, k_pe.data_ptr(), k_pe.stride(0) * size,
-            slot_mapping.data_ptr(), slot_mapping.shape[0], self.num_blocks, self.block_size,
-        ]  # fmt: skip
-        for pages in (self.latent, self.rope):
-            arguments += [
-                pages.data_ptr(), pages.stride(0) * size, pages.stride(1) * size,
-                pages.shape[2] * size,
-            ]  # fmt: skip
+            slot_mapping.data_ptr(), slot_mapping.shape[0], *self._pages,
+        )  # fmt: skip
 
         def check(lost: int) -> None:
             if lost:

@@ -88,8 +88,8 @@ def auto(step: DecodeStep, streams: StreamPair) -> None:
     both schedules the collectives run on the main stream, in the same order.
     """
     handoff = streams.side.handoff_flops
-    pays = handoff == 0 or step.current_flops() >= handoff  # the work is counted on the host
-    if step.group is not None and pays:
+    # The work is counted on the host.
+    if step.group is not None and (handoff == 0 or step.current_flops() >= handoff):
         overlap(step, streams)
     else:
         serial(step, streams)

@@ -3,53 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from anabranch import MLADims, Schedule, ShardLayout, vllm_plugin
+from anabranch import DecodeBatch, LatentCache, MLADims, Schedule, ShardLayout, vllm_plugin
 from anabranch.step import Buffers, StepInputs
 from anabranch.streams.cpu import WorkerStream
-from anabranch.vllm_plugin import versions
-from anabranch.vllm_plugin.decode import LatentDecoder, decode_batch
+from anabranch.vllm_plugin import decode, versions
+from anabranch.vllm_plugin.decode import (
+    FixedBatch,
+    FixedBatches,
+    LatentDecoder,
+    PreparedStep,
+    decode_batch,
+)
 from anabranch.vllm_plugin.settings import Settings, read_settings
 from problem import Problem, dims, relative_error
 from ranks import Ranks, rank_group
 
 
-def latent_step(problem: Problem, interleave: int) -> list[torch.Tensor]:
-    """The step as an engine runs it: all tokens stored before, batch from total lengths."""
+@dataclass
+class Engine:
+    """What an engine has of a problem on this rank: all tokens stored, its own heads, a table."""
+
+    layout: ShardLayout
+    dims: MLADims
+    cache: LatentCache
+    table: torch.Tensor
+    rows: tuple[torch.Tensor, ...]  # q_nope, q_pe, kv_c, k_pe
+    w_uv: torch.Tensor
+    total_lens: torch.Tensor
+    query_start: torch.Tensor
+
+    def inputs(self, batch: DecodeBatch) -> StepInputs:
+        return StepInputs(*self.rows, self.cache, batch, self.w_uv)
+
+
+def engine_of(problem: Problem, interleave: int) -> Engine:
     rank, size = dist.get_rank(), dist.get_world_size()
     layout = ShardLayout(size, rank, interleave)
-    heads = problem.dims.num_heads // size
-    whole = problem.dims
-    local = MLADims(
-        heads, whole.kv_lora_rank, whole.qk_rope_head_dim, whole.qk_nope_head_dim,
-        whole.v_head_dim, whole.scale,
-    )  # fmt: skip
-    columns = whole.kv_lora_rank
+    heads, columns = problem.dims.num_heads // size, problem.dims.kv_lora_rank
     own = slice(rank * heads, (rank + 1) * heads)
     queries, current = problem.queries[:, own], problem.current_keys
+    kv_c, k_pe = current[:, :columns], current[:, columns:]
     cache, planned = problem.shard(layout)
-    cache.write(current[:, :columns], current[:, columns:], planned.slot_mapping)
-    batch = decode_batch(
-        layout,
-        torch.tensor([past + new for past, new in zip(problem.past, problem.new, strict=True)]),
-        torch.tensor([0, *problem.new]).cumsum(0),
-        planned.block_table,
-    )
-    assert torch.equal(batch.seq_lens, planned.seq_lens)
-    inputs = StepInputs(
-        queries[..., :columns], queries[..., columns:],
-        current[:, :columns], current[:, columns:],
-        cache, batch, problem.w_uv[own],
+    cache.write(kv_c, k_pe, planned.slot_mapping)
+    total = torch.tensor([past + new for past, new in zip(problem.past, problem.new, strict=True)])
+    return Engine(
+        layout, replace(problem.dims, num_heads=heads), cache, planned.block_table,
+        (queries[..., :columns], queries[..., columns:], kv_c, k_pe), problem.w_uv[own],
+        total, torch.tensor([0, *problem.new]).cumsum(0),
     )  # fmt: skip
+
+
+def latent_step(problem: Problem, interleave: int) -> list[torch.Tensor]:
+    """The step as an engine runs it, from total lengths."""
+    engine = engine_of(problem, interleave)
+    batch = decode_batch(engine.layout, engine.total_lens, engine.query_start, engine.table)
+    assert torch.equal(batch.seq_lens, problem.shard(engine.layout)[1].seq_lens)
     buffers = Buffers(torch.device("cpu"))
-    return [
-        LatentDecoder(local, rank_group(), schedule, buffers).step(inputs) for schedule in Schedule
-    ]
+    decoders = [LatentDecoder(engine.dims, rank_group(), each, buffers) for each in Schedule]
+    return [decoder.step(engine.inputs(batch)) for decoder in decoders]
 
 
 @pytest.mark.parametrize("new", [[1, 3, 1, 2], [1, 1, 1, 1]])
@@ -66,6 +84,67 @@ def test_a_step_in_an_engine_is_right_under_every_schedule(
         for result in results:
             assert torch.equal(result, results[0])
             assert relative_error(result, own) < 1e-5
+
+
+def repeated_steps(problems: list[Problem]) -> list[bool]:
+    """Layers over batches that stay: is each of their steps equal to one over a fresh batch?
+
+    Every problem is a layer with a cache of its own, and each is stepped again and again while
+    lengths change, larger sizes come, schedules change and forgotten sizes come back.
+    """
+    engines = [engine_of(problem, 1) for problem in problems]
+    batches, buffers = FixedBatches(engines[0].layout, 4), Buffers(torch.device("cpu"))
+    fresh = Buffers(torch.device("cpu"))
+    equal = []
+    for schedule in [*Schedule, *Schedule]:
+        for engine in [*engines, *reversed(engines)]:
+            layer = LatentDecoder(engine.dims, rank_group(), schedule, buffers)
+            other = LatentDecoder(engine.dims, rank_group(), schedule, fresh)
+            for shorter in (0, 3, 1):
+                total = engine.total_lens - shorter
+                fixed = batches.load(total, engine.query_start, engine.table)
+                batch = decode_batch(engine.layout, total, engine.query_start, engine.table)
+                result = layer.step(engine.inputs(fixed))
+                equal.append(torch.equal(result, other.step(engine.inputs(batch))))
+                changed = replace(engine.inputs(fixed), q_nope=-engine.rows[0])
+                again = other.step(replace(changed, batch=batch))
+                equal.append(torch.equal(layer.step(changed), again))
+    return equal
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_steps_over_a_batch_that_stays_equal_those_over_a_fresh_one(
+    ranks: type[Ranks], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "MOST_BATCHES", 3)
+    problems = [
+        Problem([40, 3 + seed], new, dims(4), block_size=16, seed=seed)
+        for seed, new in enumerate([[1, 1], [2, 1], [1, 1], [4, 3], [1, 3]])
+    ]
+    for equal in ranks(size).run(repeated_steps, problems):
+        assert equal == [True] * len(equal)
+
+
+def test_a_layer_prepares_its_step_once_for_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[int] = []
+
+    def count(decoder: LatentDecoder, inputs: StepInputs, batch: FixedBatch) -> PreparedStep:
+        prepared.append(len(inputs.q_nope))
+        return prepare(decoder, inputs, batch)
+
+    prepare = LatentDecoder._prepare
+    monkeypatch.setattr(LatentDecoder, "_prepare", count)
+    problem = Problem([20, 3], [2, 1], dims(2), block_size=16)
+    cache, planned = problem.shard(ShardLayout())
+    queries, current = problem.queries, problem.current_keys
+    rows = queries[..., :32], queries[..., 32:], current[:, :32], current[:, 32:]
+    batches = FixedBatches(ShardLayout(), 4)
+    layer = LatentDecoder(problem.dims, None, Schedule.OVERLAP, Buffers(torch.device("cpu")))
+    for longer in range(3):
+        total = torch.tensor([20 + longer, 4])
+        batch = batches.load(total, torch.tensor([0, 2, 3]), planned.block_table)
+        layer.step(StepInputs(*rows, cache, batch, problem.w_uv))
+    assert prepared == [3]
 
 
 def test_settings_are_read_and_mistakes_are_named() -> None:
