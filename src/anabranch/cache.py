@@ -204,6 +204,20 @@ class DecodeBatch:
         return list(zip(self.seq_lens.tolist(), self.query_lens.tolist(), strict=True))
 
 
+def joined(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """One view over two tensors that lie side by side along their last axis, or None."""
+    width = left.shape[-1]
+    beside = (
+        left.stride() == right.stride()
+        and left.stride(-1) == 1
+        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        and right.storage_offset() - left.storage_offset() == width
+    )
+    if not beside:
+        return None
+    return left.as_strided((*left.shape[:-1], width + right.shape[-1]), left.stride())
+
+
 def plan_batch(
     layout: ShardLayout,
     seq_lens: Sequence[int],

@@ -8,14 +8,14 @@ and nothing is converted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from anabranch import native, triton_kernels
-from anabranch.streams import launch
+from anabranch.streams import collective, launch
 
 # The older name, of PyTorch before 2.13, is deprecated there.
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -113,8 +113,7 @@ def exchange_partials(
     send, receive = buffers or (None, None)
     send = pack_partials(out, lse, group.size(), packed=send)
     receive = torch.empty_like(send) if receive is None else receive
-    with _named_failure("exchange of history partials", group):
-        dist.all_to_all_single(receive, send, group=group)
+    _run("exchange of history partials", group, partial(dist.all_to_all_single, receive, send))
     return unpack_partials(receive)
 
 
@@ -126,8 +125,9 @@ def gather_heads(
 ) -> torch.Tensor:
     """All-gather along the heads, in rank order: `[T, H, W]` to `[T, N*H, W]`.
 
-    `buffers` are `[N, T, H, W]`, which receives, and `[T, N*H, W]`, the result.
-    `group` None means a single rank: nothing is copied. Raises ExchangeError.
+    `buffers` are `[N, T, H, W]`, which receives, and `[T, N*H, W]`, the result; with T = 1 they
+    may be the same memory, and nothing is moved. `group` None means a single rank: nothing is
+    copied. Raises ExchangeError.
     """
     if group is None:
         return local
@@ -137,17 +137,22 @@ def gather_heads(
         result = local.new_empty(tokens, group.size() * heads, width)
     else:
         receive, result = buffers
-    with _named_failure("all-gather of heads", group):
-        _all_gather(receive.flatten(0, 1), local.contiguous(), group=group)
-    result.view(tokens, group.size(), heads, width).copy_(receive.transpose(0, 1))
+    gather = partial(_all_gather, receive.flatten(0, 1), local.contiguous())
+    _run("all-gather of heads", group, gather)
+    if result.data_ptr() != receive.data_ptr():
+        result.view(tokens, group.size(), heads, width).copy_(receive.transpose(0, 1))
     return result
 
 
-@contextmanager
-def _named_failure(operation: str, group: dist.ProcessGroup) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # what every backend raises for a lost or stalled peer
-        raise ExchangeError(
-            f"rank {group.rank()} of {group.size()}: {operation} failed: {error}"
-        ) from error
+def _run(name: str, group: dist.ProcessGroup, operation: Callable[..., object]) -> None:
+    """Run a collective over `group`; a failure names it and this rank."""
+
+    def run() -> None:
+        try:
+            operation(group=group)
+        except RuntimeError as error:  # what every backend raises for a lost or stalled peer
+            raise ExchangeError(
+                f"rank {group.rank()} of {group.size()}: {name} failed: {error}"
+            ) from error
+
+    collective(run)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from anabranch import vup
 from anabranch.attention import AttentionKind, partial_attention, provider_for
-from anabranch.cache import DecodeBatch, LatentCache
+from anabranch.cache import DecodeBatch, LatentCache, joined
 from anabranch.exchange import exchange_partials, gather_heads, lse_columns
 from anabranch.geometry import MLADims
 from anabranch.merge import merge_partials
@@ -110,10 +110,16 @@ class DecodeStep:
     def _lay_out_queries(self) -> None:
         """Where `gather_queries` puts those of all heads, and history attention finds them."""
         rank, heads, width = self.dims.kv_lora_rank, self.own_heads, self.dims.latent_width
-        take, dtype = self.buffers.take, self.dtype
-        self._own = take("query", self.tokens, heads, width, dtype=dtype)
+        take, dtype, inputs = self.buffers.take, self.dtype, self.inputs
+        self._joined = joined(inputs.q_nope, inputs.q_pe)
+        if self._joined is None:
+            self._own = take("query", self.tokens, heads, width, dtype=dtype)
         received = take("queries_by_rank", self.world_size, self.tokens, heads, width, dtype=dtype)
-        every = take("queries", self.tokens, self.all_heads, width, dtype=dtype)
+        every = (
+            received.view(1, self.all_heads, width)
+            if self.tokens == 1
+            else take("queries", self.tokens, self.all_heads, width, dtype=dtype)
+        )
         self._gathered = received, every
         self.q_nope, self.q_pe = every[..., :rank], every[..., rank:]
 
@@ -160,11 +166,14 @@ class DecodeStep:
 
     def gather_queries(self) -> None:
         """All-gather the absorbed queries over the group, along the heads."""
-        if self.group is not None:
-            rank = self.dims.kv_lora_rank
-            self._own[..., :rank] = self.inputs.q_nope
-            self._own[..., rank:] = self.inputs.q_pe
-            gather_heads(self._own, self.group, buffers=self._gathered)
+        if self.group is None:
+            return
+        own = self._joined
+        if own is None:
+            rank, own = self.dims.kv_lora_rank, self._own
+            own[..., :rank] = self.inputs.q_nope
+            own[..., rank:] = self.inputs.q_pe
+        gather_heads(own, self.group, buffers=self._gathered)
 
     def history_attention(self) -> None:
         """Partial attention of all heads over this rank's pages."""

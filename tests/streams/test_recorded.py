@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from anabranch import DCPDecoder, Schedule, ShardLayout
-from anabranch.streams import launch, repeated, streams_for
+from anabranch.streams import collective, launch, repeated, streams_for
 from problem import Problem, dims
+from ranks import Ranks
 
 CPU = torch.device("cpu")
 
@@ -63,6 +65,33 @@ def test_an_operation_that_also_runs_operators_runs_as_it_is(
         source.fill_(value)
         run(again)
     assert seen == [0, 1, 2]
+
+
+def collectives_of_a_repeated_operation() -> tuple[list[str], list[float]]:
+    """What ran, and what each of three runs summed over the ranks."""
+    seen: list[str] = []
+    sums: list[float] = []
+    value, total = torch.ones(1), torch.zeros(1)
+
+    def sum_over_ranks() -> None:
+        total.copy_(value)
+        dist.all_reduce(total)
+
+    def operation() -> None:
+        seen.append("around")
+        collective(sum_over_ranks)
+
+    again = repeated(CPU, operation)
+    for factor in range(3):
+        value.fill_(factor)
+        on_side(again)
+        sums.append(total.item())
+    return seen, sums
+
+
+def test_collectives_are_repeated(ranks: type[Ranks]) -> None:
+    for result in ranks(2).run(collectives_of_a_repeated_operation):
+        assert result == (["around"], [0, 2, 4])
 
 
 def test_an_error_of_a_repeated_call_is_raised_each_time_and_names_the_same() -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from anabranch.streams.recorded import record_call, recorded
+from anabranch.streams.recorded import record_call, recorded, run_call
 
 DEVICES = ("cpu", "cuda", "npu")
 """The types of devices that have streams here."""
@@ -176,17 +176,24 @@ def launch(
     reads: Sequence[torch.Tensor] = (),
     writes: Sequence[torch.Tensor] = (),
     check: Callable[[T], None] | None = None,
-) -> None:
+) -> T:
     """Run a kernel that PyTorch's dispatcher does not see, such as one called through ctypes.
 
     A watcher learns of its accesses only from `reads` and `writes` (views: a region of a buffer is
     enough). `kernel` must hold addresses and no tensors, as a device's queue does: it may be
-    run again, and must not keep memory alive. `check` is given what it returns, to raise an error.
+    run again, and must not keep memory alive. Returns what `kernel` returns, which `check` has seen
+    before: an error is for it to raise.
     """
     record_call(partial(launch, name, kernel, reads=reads, writes=writes, check=check))
     result = kernel() if _watcher is None else _watcher.launch(name, kernel, reads, writes)
     if check is not None:
         check(result)
+    return result
+
+
+def collective(call: Callable[[], None]) -> None:
+    """Run a collective of PyTorch's, on tensors that `call` holds. The dispatcher shows it."""
+    run_call(call)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from anabranch.streams.accesses import is_view
 
 class _Thread(threading.local):
     calls: list[Callable[[], None]] | None = None
+    inside_call = False
 
 
 _thread = _Thread()
@@ -30,11 +31,21 @@ def record_call(call: Callable[[], None]) -> None:
         _thread.calls.append(call)
 
 
+def run_call(call: Callable[[], None]) -> None:
+    """Run `call`, such as a collective: what a recording repeats, whatever operators are in it."""
+    record_call(call)
+    _thread.inside_call = True
+    try:
+        call()
+    finally:
+        _thread.inside_call = False
+
+
 def recorded(operation: Callable[[], None]) -> Callable[[], None]:
     """`operation`, whose later runs repeat the native calls of the first and nothing else.
 
-    One that also ran operators of PyTorch's, collectives among them, runs as it is each time: they
-    may allocate, and what they are may depend on values that the host has read. Views are none.
+    One that also ran operators of PyTorch's outside of those runs as it is each time: they may
+    allocate, and what they are may depend on values that the host has read. Views are none.
     """
     calls: list[Callable[[], None]] | None = None
 
@@ -63,7 +74,7 @@ def _record(operation: Callable[[], None]) -> list[Callable[[], None]]:
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whether this thread runs operators of PyTorch's other than views while it is entered."""
+    """Whether this thread runs operators other than views, and outside of calls, while entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,5 +83,5 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.ran = self.ran or not is_view(func)
+        self.ran = self.ran or not (_thread.inside_call or is_view(func))
         return func(*args, **(kwargs or {}))

@@ -125,17 +125,21 @@ class LatentDecoder:
     def _fixed(self, inputs: StepInputs, tokens: int) -> tuple[StepInputs, torch.Tensor]:
         """Inputs and output of `tokens` rows in the buffers."""
 
-        def fixed(name: str, like: torch.Tensor) -> torch.Tensor:
-            return self._buffers.take(name, tokens, *like.shape[1:], dtype=like.dtype)
+        def fixed(name: str, *shape: int) -> torch.Tensor:
+            return self._buffers.take(name, tokens, *shape, dtype=inputs.q_nope.dtype)
 
+        heads, rank = inputs.q_nope.shape[1:]
+        # Side by side, as they are gathered and cached.
+        query = fixed("fixed_query", heads, self.dims.latent_width)
+        latent = fixed("fixed_latent", self.dims.latent_width)
         places = replace(
             inputs,
-            q_nope=fixed("q_nope", inputs.q_nope),
-            q_pe=fixed("q_pe", inputs.q_pe),
-            kv_c=fixed("kv_c", inputs.kv_c),
-            k_pe=fixed("k_pe", inputs.k_pe),
+            q_nope=query[..., :rank],
+            q_pe=query[..., rank:],
+            kv_c=latent[:, :rank],
+            k_pe=latent[:, rank:],
         )
-        return places, fixed("output", inputs.q_nope.flatten(1))
+        return places, fixed("output", heads * rank)
 
     def _is_whole(self, inputs: StepInputs) -> bool:
         """One rank, one token a sequence: the cache, which has it already, is all there is."""
