@@ -145,6 +145,27 @@ def test_what_must_be_fixed_is_refused_when_it_changes() -> None:
         DCPDecoder(dims(2)).capture(0)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_may_leave_inference_mode_and_enter_it_again(form: str) -> None:
+    """What is allocated under that mode may not be written outside, and buffers are kept."""
+    modes = [torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode]
+    problem = Problem([40, 3], [2, 1], dims(2))
+    cache, batch = problem.shard(ShardLayout())
+    queries, current = problem.queries, problem.current_keys
+    rows = queries[..., :32], queries[..., 32:], current[:, :32], current[:, 32:]
+    with torch.inference_mode():
+        shared = into(LatentCache(8, 16, problem.dims, problem.dtype), cache)
+    with kernels(form):
+        for schedule in Schedule:
+            decoder = DCPDecoder(problem.dims, schedule=schedule)
+            captured, results = decoder.capture(3), []
+            for mode in modes:
+                with mode():
+                    results.append(decoder.step(*rows, shared, batch, problem.w_uv).clone())
+                    results.append(captured.step(*rows, shared, batch, problem.w_uv).clone())
+            assert all(torch.equal(result, results[0]) for result in results)
+
+
 def test_a_captured_step_survives_the_larger_capture_of_another() -> None:
     captured, inputs = captured_step()
     before = captured.step(**vars(inputs)).clone()

@@ -41,14 +41,18 @@ class LatentCache:
         scale: float = 1.0,
     ) -> None:
         rank, width = dims.kv_lora_rank, dims.latent_width
+
+        def memory(*shape: int) -> torch.Tensor:
+            with torch.inference_mode(False):  # what that mode makes cannot be written outside it
+                return torch.empty(*shape, dtype=dtype, device=device)
+
         if _is_npu(device):
             shape = num_blocks + 1, block_size
-            latent = torch.empty(*shape, rank, dtype=dtype, device=device)
-            rope = torch.empty(*shape, width - rank, dtype=dtype, device=device)
+            latent, rope = memory(*shape, rank), memory(*shape, width - rank)
             self._bind(latent[:num_blocks], rope[:num_blocks], scale)
             self._slots_and_spare = latent.flatten(0, 1), rope.flatten(0, 1)
         else:
-            buffer = torch.empty(num_blocks, block_size, width, dtype=dtype, device=device)
+            buffer = memory(num_blocks, block_size, width)
             self._bind(buffer[..., :rank], buffer[..., rank:], scale)
 
     @classmethod

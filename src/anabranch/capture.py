@@ -68,7 +68,8 @@ class _Fixed:
 
     def __init__(self, decoder: DCPDecoder, max_tokens: int, like: StepInputs) -> None:
         def fixed(tensor: torch.Tensor, *widths: int) -> torch.Tensor:
-            return tensor.new_zeros(max_tokens, *widths)
+            with torch.inference_mode(False):  # as `Buffers.take`
+                return tensor.new_zeros(max_tokens, *widths)
 
         batch = like.batch
         self._decoder, self._max_tokens = decoder, max_tokens

@@ -37,7 +37,8 @@ class Buffers:
         size = math.prod(shape)
         flat = self._storage.get((name, dtype))
         if flat is None or flat.numel() < size:
-            flat = torch.empty(size, dtype=dtype, device=self.device)
+            with torch.inference_mode(False):  # what that mode makes cannot be written outside it
+                flat = torch.empty(size, dtype=dtype, device=self.device)
             self._storage[name, dtype] = flat
         return flat[:size].view(shape)
 

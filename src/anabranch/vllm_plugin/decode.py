@@ -200,8 +200,17 @@ class FixedBatches:
         key = batch.num_tokens, len(total_lens), block_table.data_ptr(), *block_table.stride()
         fixed = self._batches.get(key)
         if fixed is None:
-            total = torch.empty_like(batch.seq_lens)
-            fixed = FixedBatch(**vars(batch), total_lens=total, most_tokens=self._most_tokens)
+            with torch.inference_mode(False):  # as `Buffers.take`
+                lens = torch.empty(3, len(total_lens), dtype=torch.int32)
+                slots = torch.full_like(batch.slot_mapping, -1)
+            fixed = FixedBatch(
+                seq_lens=lens[0],
+                query_lens=lens[1],
+                total_lens=lens[2],
+                block_table=block_table,
+                slot_mapping=slots,
+                most_tokens=self._most_tokens,
+            )
             self._batches[key] = fixed
             if len(self._batches) > MOST_BATCHES:
                 self._batches.popitem(last=False)
