@@ -1,5 +1,7 @@
 """Partial attention on CUDA: the Triton kernels of `anabranch.triton_kernels.attention`.
 
+HISTORY of shapes that FlashMLA or FlashInfer takes goes to that, where it is installed.
+
 Floor of one decode step: `(L + R) * itemsize` bytes and `2 * heads * (2 L + R)` FLOPs a key,
 whichever takes longer; `docs/cuda.md` has the figures.
 """
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 
+from anabranch.attention import peer, peers
 from anabranch.cache import DecodeBatch, LatentCache
 from anabranch.geometry import MLADims
 from anabranch.triton_kernels import Launch, attention, dense_rows, next_power_of_2
@@ -77,6 +80,11 @@ def history(
     workspace: torch.Tensor | None,
 ) -> None:
     """HISTORY. Block ids are read on the device: one outside the cache is not detected."""
+    shape = _shape(q_nope.shape[1], q_nope.shape[2], q_pe.shape[2], q_nope.dtype, cache, batch)
+    other, pages = peers.serving(shape), peer.joined_pages(cache)
+    if other is not None and pages is not None and batch.block_table.shape[1]:
+        peer.history(other, shape, q_nope, q_pe, pages, batch, scale, out, lse, workspace)
+        return
     _run(q_nope, q_pe, paged_keys(cache, batch), batch, scale, out, lse, workspace)
 
 
@@ -103,10 +111,26 @@ def workspace_bytes(
 ) -> int:
     """Scratch of `history` and `current` in bytes: partials of one tile at either end of a share.
 
-    It depends on the chip and on L, and on no number of heads, tokens or sequences.
+    That depends on the chip and on L, and on no number of heads, tokens or sequences. A peer that
+    serves the step may want more.
     """
     here = chip(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return scratch_bytes(here, dims.kv_lora_rank)
+    own = scratch_bytes(here, dims.kv_lora_rank)
+    if cache is None or batch is None:
+        return own
+    rank, rope = dims.kv_lora_rank, dims.qk_rope_head_dim
+    shape = _shape(num_heads, rank, rope, cache.latent.dtype, cache, batch)
+    other = peers.serving(shape)
+    return own if other is None else max(own, other.workspace_bytes(shape))
+
+
+def _shape(
+    heads: int, rank: int, rope: int, dtype: torch.dtype, cache: LatentCache, batch: DecodeBatch
+) -> peer.Shape:
+    return peer.Shape(
+        chip(cache.latent.device).capability, heads, rank, rope, dtype, cache.latent.dtype,
+        cache.block_size, batch.num_tokens, batch.seq_lens.shape[0],
+    )  # fmt: skip
 
 
 def paged_keys(cache: LatentCache, batch: DecodeBatch) -> Keys:
