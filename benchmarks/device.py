@@ -5,11 +5,12 @@
     python benchmarks/device.py --device cpu --quick      the same logic, tiny, on any machine
     python benchmarks/device.py --floors                  the floors on an H200, needs no device
 
-Needs nothing but PyTorch and Triton; where FlashInfer is installed, it is timed beside ours. A
-floor is the longer of two times: the bytes that must move at the measured rate of a copy, the
-products at the measured rate of a large matrix product. Each time is a median of CUDA events
-around a replayed graph, so that the host is not measured, and the calls in a graph take turns over
-memory several times the size of the L2 cache.
+Needs nothing but PyTorch and Triton. Where FlashMLA or FlashInfer would serve HISTORY, that is
+checked and timed as it would run, beside Triton's; where FlashInfer is installed, so is its kernel
+that the host must plan. A floor is the longer of two times: the bytes that must move at the
+measured rate of a copy, the products at the measured rate of a large matrix product. Each time is a
+median of CUDA events around a replayed graph, so that the host is not measured, and the calls in a
+graph take turns over memory several times the size of the L2 cache.
 
 The step is that of one rank among N on one GPU: its shard is real, and the all-to-all is a copy
 of the same bytes on the main stream ("copy exchange"). No interconnect is measured here.
@@ -24,10 +25,12 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -45,7 +48,8 @@ from anabranch import (
     unpack_partials,
     v_up,
 )
-from anabranch.attention import npu, provider_for
+from anabranch.attention import npu, peers, provider_for
+from anabranch.attention.peer import Shape
 from anabranch.schedules import RUN
 from anabranch.step import Buffers, DecodeStep, StepInputs
 from anabranch.streams import repeatable, streams_for
@@ -305,8 +309,31 @@ def rates(bench: Bench) -> None:
     print(f"copy {copied:.0f} GB/s, BF16 product {multiplied:.1f} TFLOP/s")
 
 
+@contextmanager
+def without_peers() -> Iterator[None]:
+    """HISTORY is Triton's, whatever is installed."""
+    with mock.patch.object(peers, "PEERS", ()):
+        yield
+
+
+def peers_here(device: torch.device) -> list[str]:
+    """The libraries that serve HISTORY of some shapes on `device`."""
+    if device.type != "cuda":
+        return []
+    chip = torch.cuda.get_device_capability(device)
+    there = [peer for peer in peers.PEERS if chip in peer.capabilities]
+    return [peer.name for peer in there if peer.missing() is None]
+
+
 def check_attention(bench: Bench) -> None:
     """HISTORY over ragged lengths and CURRENT of several tokens, in every dtype."""
+    _check_attention(bench, "")
+    if peers_here(bench.device):
+        with without_peers():
+            _check_attention(bench, ", Triton alone")
+
+
+def _check_attention(bench: Bench, kernels: str) -> None:
     block = bench.block
     past, new = [0, 1, block, 777, 3001], [1, 4, 2, 1, 3]
     if bench.size is QUICK:
@@ -353,7 +380,8 @@ def check_attention(bench: Bench) -> None:
                             expected[row] = scores.softmax(-1) @ seen[:, :rank]
                         expected_lse[row] = scores.logsumexp(-1)
                         row += 1
-                name = f"{kind.value} {heads} heads {dtype} over {stored}".replace("torch.", "")
+                case = f"{kind.value} {heads} heads {dtype} over {stored}{kernels}"
+                name = case.replace("torch.", "")
                 bench.check(name, relative_error(out, expected), TOLERANCE[dtype])
                 empty = expected_lse == -torch.inf
                 apart = (exact(lse) - expected_lse)[~empty].abs().max()
@@ -456,20 +484,50 @@ def _time_history(bench: Bench, heads: int, batch: int, context: int, stored: to
 
     setting = {"heads": heads, "batch": batch, "context": context}
     name = "history BF16" if stored == torch.bfloat16 else "history FP8 cache"
-    bench.add(name, setting, bench.seconds([attend(each) for each in paged.batches]), work)
+    named = ", ".join(f"{name} {value}" for name, value in setting.items())
+    calls = [attend(each) for each in paged.batches]
+    with without_peers():
+        bench.add(name, setting, bench.seconds(calls), work)
+        calls[0]()
+    ours = out[0].clone(), out[1].clone()
+    peer = _peer(bench, paged, query)
+    if peer is not None:
+        calls[0]()
+        _compare(bench, f"{peer}, {named}", out, ours)
+        bench.add(f"history, {peer}", setting, bench.seconds(calls), work)
     if stored == torch.bfloat16 and keys <= size.most_keys // 16:
         plain = [_plain(paged, query, each, context) for each in paged.batches]
         bench.add("history, plain PyTorch", setting, bench.seconds(plain), work)
     if stored == torch.bfloat16 and bench.device.type == "cuda" and find_spec("flashinfer"):
         scratch = torch.empty(128 * 2**20, dtype=torch.uint8, device=bench.device)
         calls = [flashinfer_history(paged, query, each, scratch) for each in paged.batches]
-        attend(paged.batches[0])()
-        theirs = calls[0]()
-        named = ", ".join(f"{name} {value}" for name, value in setting.items())
-        bench.check(f"ours against FlashInfer, {named}", relative_error(out[0], theirs[0]), 1e-2)
-        apart = float((out[1] - theirs[1] * math.log(2)).abs().max())  # their LSE is of base 2
-        bench.check(f"ours against FlashInfer, {named}, LSE", apart, 1e-2)
-        bench.add("history, FlashInfer", setting, bench.seconds(calls), work)
+        theirs, base_2 = calls[0]()
+        _compare(bench, f"FlashInfer, planned, {named}", (theirs, base_2 * math.log(2)), ours)
+        bench.add("FlashInfer, planned", setting, bench.seconds(calls), work)
+
+
+def _peer(bench: Bench, paged: Paged, query: torch.Tensor) -> str | None:
+    """The library that serves HISTORY of this setting."""
+    if bench.device.type != "cuda":
+        return None
+    chip, dims = torch.cuda.get_device_capability(bench.device), paged.dims
+    widths = dims.kv_lora_rank, dims.qk_rope_head_dim
+    peer = peers.serving(
+        Shape.of(chip, query.shape[1], widths, query.dtype, paged.cache, paged.batches[0])
+    )
+    return None if peer is None else peer.name
+
+
+def _compare(
+    bench: Bench,
+    name: str,
+    theirs: tuple[torch.Tensor, torch.Tensor],
+    ours: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Two kernels on one problem, both with a natural LSE."""
+    bench.check(f"Triton against {name}", relative_error(ours[0], theirs[0]), 1e-2)
+    apart = float((ours[1] - theirs[1]).abs().max())
+    bench.check(f"Triton against {name}, LSE", apart, 1e-2)
 
 
 def flashinfer_history(
@@ -633,6 +691,7 @@ def described(device: torch.device) -> dict[str, str]:
     return {
         "device": name,
         "provider": getattr(provider_for(device), "__name__", ""),
+        "peers": ", ".join(peers_here(device)),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "cann": npu.cann_version() if device.type == "npu" else "",

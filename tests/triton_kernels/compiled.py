@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from anabranch import DecodeBatch, LatentCache, MLADims
 from anabranch.attention import cuda
-from anabranch.triton_kernels import Launch, exchange, merge, store
+from anabranch.triton_kernels import Launch, by_token, exchange, merge, store
 
 PROCESSORS = {80: 108, 90: 132, 100: 148}
 # Bytes of shared memory that one program may use (CUDA C++ Programming Guide, "Technical
@@ -107,6 +107,10 @@ def launches(target: int) -> Iterator[tuple[str, Launch]]:
     received, logs = packed[..., :RANK], _meta(shards, tokens, own, RANK // 2 + 1)[..., 0]
     local = _meta(tokens, own, RANK, dtype=bf16), _meta(tokens, own)
     yield "merge BF16, 8 shards", merge.merge_launch(received, logs, local, *local)
+    lengths, table = _meta(tokens, dtype=torch.int32), _meta(tokens, 4096, dtype=torch.int32)
+    batch = DecodeBatch(lengths, lengths, table, _meta(tokens, dtype=torch.int64))
+    yield "spread", by_token.spread_launch(batch, 64, table, lengths)
+    yield "settle", by_token.settle_launch(out, lse, batch, 0.69, out, lse)
     rows, slots = _meta(tokens, RANK + ROPE, dtype=bf16), _meta(tokens, dtype=torch.int64)
     for name, dtype in (("BF16", bf16), ("FP8", fp8)):
         cache = LatentCache(128, 64, _dims(HEADS), dtype, "meta")

@@ -80,7 +80,9 @@ def history(
     workspace: torch.Tensor | None,
 ) -> None:
     """HISTORY. Block ids are read on the device: one outside the cache is not detected."""
-    shape = _shape(q_nope.shape[1], q_nope.shape[2], q_pe.shape[2], q_nope.dtype, cache, batch)
+    (_, heads, rank), rope, dtype = q_nope.shape, q_pe.shape[2], q_nope.dtype
+    here = chip(q_nope.device).capability
+    shape = peer.Shape.of(here, heads, (rank, rope), dtype, cache, batch)
     other, pages = peers.serving(shape), peer.joined_pages(cache)
     if other is not None and pages is not None and batch.block_table.shape[1]:
         peer.history(other, shape, q_nope, q_pe, pages, batch, scale, out, lse, workspace)
@@ -118,19 +120,11 @@ def workspace_bytes(
     own = scratch_bytes(here, dims.kv_lora_rank)
     if cache is None or batch is None:
         return own
-    rank, rope = dims.kv_lora_rank, dims.qk_rope_head_dim
-    shape = _shape(num_heads, rank, rope, cache.latent.dtype, cache, batch)
+    widths = dims.kv_lora_rank, dims.qk_rope_head_dim
+    dtype = cache.latent.dtype  # a peer takes no other
+    shape = peer.Shape.of(here.capability, num_heads, widths, dtype, cache, batch)
     other = peers.serving(shape)
     return own if other is None else max(own, other.workspace_bytes(shape))
-
-
-def _shape(
-    heads: int, rank: int, rope: int, dtype: torch.dtype, cache: LatentCache, batch: DecodeBatch
-) -> peer.Shape:
-    return peer.Shape(
-        chip(cache.latent.device).capability, heads, rank, rope, dtype, cache.latent.dtype,
-        cache.block_size, batch.num_tokens, batch.seq_lens.shape[0],
-    )  # fmt: skip
 
 
 def paged_keys(cache: LatentCache, batch: DecodeBatch) -> Keys:

@@ -42,6 +42,22 @@ class Shape:
     tokens: int
     sequences: int
 
+    @classmethod
+    def of(
+        cls,
+        capability: tuple[int, int],
+        heads: int,
+        widths: tuple[int, int],
+        dtype: torch.dtype,
+        cache: LatentCache,
+        batch: DecodeBatch,
+    ) -> Shape:
+        """Of a step whose queries are of `dtype` and `widths` `(L, R)`."""
+        return cls(
+            capability, heads, *widths, dtype, cache.latent.dtype, cache.block_size,
+            batch.num_tokens, batch.seq_lens.shape[0],
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Peer:

@@ -17,13 +17,22 @@ from rich.console import Console
 from rich.table import Table
 
 from anabranch import native, triton_kernels
-from anabranch.attention import npu, provider_for, reference
+from anabranch.attention import npu, peers, provider_for, reference
+from anabranch.attention.peer import RANK, ROPE, Shape
 from anabranch.cli.options import JSONOption
 from anabranch.launch import threads_per_rank
 
 DISTRIBUTIONS = ("anabranch", "torch", "transformers", "numpy")
 CPU_FLAGS = Path("/proc/cpuinfo")
 BF16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
+TARGETS = ((8, 0), (9, 0), (10, 0))  # shown where there is no CUDA device
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+# Dtype, dtype of the cache, tokens of a page, heads, tokens of a sequence: one for each case.
+SHAPES = (
+    (BF16, BF16, 64, 128, 1), (BF16, BF16, 64, 128, 2), (BF16, BF16, 64, 16, 1),
+    (BF16, BF16, 64, 16, 2), (BF16, BF16, 32, 128, 1), (BF16, BF16, 16, 128, 1),
+    (FP16, FP16, 64, 128, 1), (BF16, FP8, 64, 128, 1),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,19 @@ class Device:
     available: bool
     attention: str | None
     lacks: list[str]
+
+
+@dataclass(frozen=True)
+class History:
+    """What serves HISTORY of one shape on one kind of chip, at the widths of DeepSeek-V3."""
+
+    chip: str
+    dtype: str
+    cache: str
+    block_size: int
+    heads: int
+    tokens_each: int
+    kernel: str
 
 
 def info(as_json: JSONOption = False) -> None:
@@ -51,8 +73,12 @@ def info(as_json: JSONOption = False) -> None:
     ]
     if as_json:
         cores = threads_per_rank(1)
-        described = {"versions": versions, "platform": platform.platform(), "cores": cores}
-        print(json.dumps(described | {"devices": [asdict(each) for each in devices]}, indent=2))
+        described: dict[str, object] = {
+            "versions": versions, "platform": platform.platform(), "cores": cores,
+        }  # fmt: skip
+        described["devices"] = [asdict(each) for each in devices]
+        described["cuda_history"] = [asdict(each) for each in cuda_history()]
+        print(json.dumps(described, indent=2))
         return
     console = Console()
     console.print(
@@ -68,6 +94,40 @@ def info(as_json: JSONOption = False) -> None:
             device.kind, available, device.attention or "none", "\n".join(device.lacks) or "nothing"
         )
     console.print(table)
+    if torch.cuda.is_available() or _found("triton"):
+        console.print(_history_table(cuda_history()))
+
+
+def cuda_history() -> list[History]:
+    """For each case that the choice distinguishes, on the CUDA devices here, or on `TARGETS`."""
+    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    others = "triton" if _found("triton") else "reference"
+    answers = []
+    for chip in sorted(found) or TARGETS:
+        for dtype, cache, block_size, heads, each in SHAPES:
+            shape = Shape(chip, heads, RANK, ROPE, dtype, cache, block_size, each, 1)
+            # Without Triton plain PyTorch serves all of CUDA.
+            peer = peers.serving(shape) if others == "triton" else None
+            kernel = others if peer is None else peer.name
+            name, stored = (str(each_dtype).removeprefix("torch.") for each_dtype in (dtype, cache))
+            target = f"sm_{chip[0]}{chip[1]}"
+            answers.append(History(target, name, stored, block_size, heads, each, kernel))
+    return answers
+
+
+def _history_table(answers: list[History]) -> Table:
+    """A row for each shape, a column for each chip."""
+    table = Table(title=f"HISTORY on CUDA, L {RANK}, R {ROPE}, with what is installed here")
+    chips = list(dict.fromkeys(answer.chip for answer in answers))
+    for title in ("dtype", "cache", "page", "heads", "tokens each", *chips):
+        table.add_column(title)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for answer in answers:
+        _, *case, kernel = map(str, asdict(answer).values())
+        rows.setdefault(tuple(case), []).append(kernel)
+    for shape, kernels in rows.items():
+        table.add_row(*shape, *kernels)
+    return table
 
 
 def _device(kind: str, lacks: Callable[[], tuple[bool, list[str]]]) -> Device:
@@ -103,6 +163,12 @@ def _cuda_lacks() -> tuple[bool, list[str]]:
         absent.append("collectives: NCCL is not in this build of torch")
     if not _found("triton"):
         absent.append("triton: not installed")
+        return torch.cuda.is_available(), absent
+    chips = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    for peer in peers.PEERS:
+        reason = peer.missing() if not chips or chips & set(peer.capabilities) else None
+        if reason is not None:
+            absent.append(f"{reason}; Triton serves its shapes")
     return torch.cuda.is_available(), absent
 
 
