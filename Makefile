@@ -43,6 +43,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 .venv-triton/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-triton
 	$(TRITON)/python -m pip install --quiet -c constraints.txt torch numpy triton hypothesis pytest
+	# To be read, not run: without a GPU it cannot be imported.
+	$(TRITON)/python -m pip install --quiet --no-deps flashinfer-python==0.7.4
 	$(TRITON)/python -m pip install --quiet --no-deps -e .
 	touch $@
 

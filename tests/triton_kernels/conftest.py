@@ -4,7 +4,8 @@ Needs the package `triton`; without it nothing here is collected. `make test-tri
 
 Two things of the interpreter are replaced here, because it computes them differently from any
 device: it truncates to BF16 where devices round to nearest, and its products take the bits of
-BF16 values for integers. Both then agree with PyTorch's own conversions.
+BF16 values for integers. Both then agree with PyTorch's own conversions. A third is for Triton 3.6
+alone, whose interpreter makes a number of an array of one, which NumPy 2.4 refuses.
 """
 
 from __future__ import annotations
@@ -52,7 +53,14 @@ def exact_interpreter() -> Iterator[None]:
         product = values(a.data, a.dtype.scalar).float() @ values(b.data, b.dtype.scalar).float()
         return interpreter.TensorHandle(product.numpy() + d.data, d.dtype.scalar)
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def with_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
     with (
+        mock.patch.object(interpreter, "_patch_lang_tensor", with_index),
         mock.patch.object(interpreter, "_convert_float", convert),
         mock.patch.object(interpreter.InterpreterBuilder, "create_dot", dot),
     ):

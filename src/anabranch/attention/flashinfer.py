@@ -1,10 +1,10 @@
 """FlashInfer's MLA decode by TensorRT-LLM kernels, on Blackwell.
 
-`trtllm_batch_decode_with_kv_cache_mla` is the one MLA decode of FlashInfer 0.7 that returns an LSE
-and is not planned by the host: `BatchMLAPagedAttentionWrapper`, its way on Hopper, copies the
-lengths to the host in `plan`, which a graph cannot follow and an eager step would wait for in
-every layer. `backend="trtllm-gen"` is named so that no tuning may pick another, whose LSE has
-another base: this one's is 2. A row without keys would come back as NaN (FlashInfer issue 2883).
+Of what FlashInfer 0.7 has, `trtllm_batch_decode_with_kv_cache_mla` returns an LSE without a plan
+by the host. `BatchMLAPagedAttentionWrapper`, its way on Hopper, copies the lengths to the host in
+`plan`, which a graph cannot follow and an eager step would wait for in every layer. The backend is
+named so that no tuning may pick another, whose LSE has another base: this one's is 2. A row
+without keys would come back as NaN (FlashInfer issue 2883).
 """
 
 from __future__ import annotations
