@@ -15,16 +15,10 @@ from serving import ENVIRONMENT
 
 JOB = Path(__file__).with_name("cuda_job.py")
 BACKEND = "anabranch.vllm_plugin.cuda.CudaMLABackend"
+DRAFT = "a checkpoint with drafts"
 # What is configured, beside the environment, and what is said.
 CASES: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "named": ({}, {}, BACKEND),
-    "one rank": (
-        dict.fromkeys(["tensor_parallel_size", "decode_context_parallel_size"], 1),
-        {},
-        BACKEND,
-    ),
-    "bfloat16": ({"dtype": "bfloat16"}, {}, BACKEND),
-    "eager": ({"enforce_eager": True}, {}, BACKEND),
     "whole graphs": ({"compilation_config": {"splitting_ops": []}}, {}, BACKEND),
     "float32": ({"dtype": "float32"}, {}, "dtype not supported"),
     "fp8": (
@@ -32,16 +26,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {},
         "kv_cache_dtype must be auto or the model's float16, got fp8",
     ),
-    "stages": ({"pipeline_parallel_size": 2}, {}, "pipeline_parallel_size must be 1, got 2"),
     "overlap of batches": (
-        {"enable_dbo": True},
+        {"enable_dbo": True, "all2all_backend": "deepep_low_latency"},
         {},
         "dual batch overlap (enable_dbo, ubatch_size)",
     ),
     "speculation": (
-        {"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}},
+        {"model": DRAFT, "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
         {},
-        "speculative method must be one of ngram, got suffix",
+        "speculative method must be one of ngram, got mtp",
     ),
     "partition": (
         {"compilation_config": {"use_inductor_graph_partition": True}},
@@ -62,7 +55,12 @@ def found(checkpoint: Callable[..., Path]) -> dict[str, Any]:
     path = tests, tests / "triton_kernels", os.environ.get("PYTHONPATH", "")
     cases = {name: (arguments, environment) for name, (arguments, environment, _) in CASES.items()}
     done = subprocess.run(
-        [sys.executable, str(JOB), str(checkpoint("v3")), json.dumps(cases)],
+        [
+            sys.executable,
+            str(JOB),
+            str(checkpoint("v3")),
+            json.dumps(cases).replace(DRAFT, str(checkpoint("v3", draft=True))),
+        ],
         capture_output=True,
         text=True,
         env=os.environ
@@ -95,6 +93,6 @@ def test_graphs_of_whole_steps_and_pages_of_64(found: dict[str, Any]) -> None:
 
 def test_one_recorded_step_serves_other_lengths_and_tables(found: dict[str, Any]) -> None:
     """Two ranks, from vLLM's builder and cache update to its projection, in FP16."""
-    assert len(found["errors"]) == 6
-    assert max(found["errors"].values()) < 5e-3
+    assert len(found["errors"]) == 3
+    assert max(found["errors"]) < 1e-3
     assert not found["moved"]
