@@ -93,6 +93,6 @@ def test_graphs_of_whole_steps_and_pages_of_64(found: dict[str, Any]) -> None:
 
 def test_one_recorded_step_serves_other_lengths_and_tables(found: dict[str, Any]) -> None:
     """Two ranks, from vLLM's builder and cache update to its projection, in FP16."""
-    assert len(found["errors"]) == 3
+    assert len(found["errors"]) == 2
     assert max(found["errors"]) < 1e-3
     assert not found["moved"]

@@ -176,6 +176,18 @@ def test_lengths_on_the_device_are_those_of_the_host(
         assert torch.equal(lens, expected.query_lens)
 
 
+def test_the_host_reads_no_length_on_a_device() -> None:
+    """Tensors of the meta device have no values to read."""
+
+    def lengths(count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device="meta")
+
+    layout, table = ShardLayout(2, 1, 4), torch.zeros(3, 1, device="meta")
+    localise(layout, lengths(3), lengths(4), lengths(3), lengths(3))
+    with pytest.raises(NotImplementedError):
+        decode_batch(layout, lengths(3), lengths(4), table)
+
+
 def test_streams_of_an_accelerator_are_asked_for_at_each_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
