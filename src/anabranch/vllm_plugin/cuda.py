@@ -109,21 +109,16 @@ def reserve(decoder: LatentDecoder, w_uv: torch.Tensor, tokens: int, block_size:
     def zeros(*shape: int, dtype: torch.dtype = w_uv.dtype) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, device=w_uv.device)
 
-    with torch.inference_mode(False):  # what that mode makes may not be written outside of it
-        lengths = zeros(1, dtype=torch.int32)
-        decoder.step(
-            StepInputs(
-                q_nope=zeros(tokens, dims.num_heads, dims.kv_lora_rank),
-                q_pe=zeros(tokens, dims.num_heads, dims.qk_rope_head_dim),
-                kv_c=zeros(tokens, dims.kv_lora_rank),
-                k_pe=zeros(tokens, dims.qk_rope_head_dim),
-                cache=LatentCache(1, block_size, dims, w_uv.dtype, w_uv.device),
-                batch=DecodeBatch(
-                    lengths,
-                    lengths,
-                    zeros(1, 1, dtype=torch.int32),
-                    zeros(tokens, dtype=torch.int64),
-                ),
-                w_uv=w_uv,
-            )
+    lengths = zeros(1, dtype=torch.int32)
+    slots = zeros(tokens, dtype=torch.int64)
+    decoder.step(
+        StepInputs(
+            q_nope=zeros(tokens, dims.num_heads, dims.kv_lora_rank),
+            q_pe=zeros(tokens, dims.num_heads, dims.qk_rope_head_dim),
+            kv_c=zeros(tokens, dims.kv_lora_rank),
+            k_pe=zeros(tokens, dims.qk_rope_head_dim),
+            cache=LatentCache(1, block_size, dims, w_uv.dtype, w_uv.device),
+            batch=DecodeBatch(lengths, lengths, zeros(1, 1, dtype=torch.int32), slots),
+            w_uv=w_uv,
         )
+    )
