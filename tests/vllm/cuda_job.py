@@ -13,9 +13,11 @@ kernel, as a graph would; the others run the record again, after nothing but the
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
@@ -289,7 +291,7 @@ def host_lens(batch: DecodeBatch) -> Any:
 
 
 def serve(rank: Rank, config: Any) -> dict[str, Any]:
-    """Errors of the steps on this rank, recorded and replayed, and whether addresses stayed."""
+    """Errors of steps, recorded and replayed; whether addresses stayed, and the cache is let go."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
@@ -325,11 +327,15 @@ def serve(rank: Rank, config: Any) -> dict[str, Any]:
                 record.replay()
             moved += before != addresses(engine, metadata)
             errors.append(engine.error(problem))
+        buffer = weakref.ref(engine.layer.kv_cache)
+        record = metadata = engine.layer.kv_cache = None
+        gc.collect()
     each: list[Any] = [None] * rank.world_size
     dist.all_gather_object(each, errors, group=rank.group)
     return {
         "errors": [max(of_step) for of_step in zip(*each, strict=True)],
         "moved": moved,
+        "held": buffer() is not None,
         "graphs": engine.graphs,
         "block_size": engine.page_size,
     }

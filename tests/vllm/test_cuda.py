@@ -96,3 +96,7 @@ def test_one_recorded_step_serves_other_lengths_and_tables(found: dict[str, Any]
     assert len(found["errors"]) == 2
     assert max(found["errors"]) < 1e-3
     assert not found["moved"]
+
+
+def test_nothing_holds_a_cache_that_vllm_frees(found: dict[str, Any]) -> None:
+    assert not found["held"]

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from anabranch.cache import DecodeBatch, LatentCache
 from anabranch.step import StepInputs
-from anabranch.vllm_plugin.backend import MLABackend, MLAMetadataBuilder
+from anabranch.vllm_plugin.backend import MLABackend, MLAImpl, MLAMetadataBuilder
 from anabranch.vllm_plugin.decode import LatentDecoder, localise
 from anabranch.vllm_plugin.refusals import refused_on_cuda
 
@@ -36,6 +36,10 @@ class CudaMLABackend(MLABackend):
     """What vLLM asks about the backend on CUDA."""
 
     supported_dtypes = [torch.bfloat16, torch.float16]  # noqa: RUF012 - those of vLLM's prefill
+
+    @staticmethod
+    def get_impl_cls() -> type[CudaMLAImpl]:
+        return CudaMLAImpl
 
     @staticmethod
     def get_builder_cls() -> type[CudaMetadataBuilder]:
@@ -53,6 +57,14 @@ class CudaMLABackend(MLABackend):
     def supports_combination(cls, *args: Any, **options: Any) -> str | None:
         """Everything that the rest of the configuration asks for and is not served, or None."""
         return "; ".join(refused_on_cuda(get_current_vllm_config())) or None
+
+
+class CudaMLAImpl(MLAImpl):
+    """One layer of one rank."""
+
+    def _cache_in(self, buffer: torch.Tensor) -> LatentCache:
+        """Made anew each time: vLLM frees the buffer of its memory profile; nobody may hold it."""
+        return LatentCache.from_buffer(buffer, self.kv_lora_rank)
 
 
 class CudaMetadataBuilder(MLAMetadataBuilder):
