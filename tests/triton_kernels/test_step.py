@@ -6,23 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import on_triton
-from torch.utils._python_dispatch import TorchDispatchMode
+from interpreted import NoReadBack, on_triton
 
 from anabranch import DCPDecoder, DecodeBatch, LatentCache, Schedule, ShardLayout
+from anabranch.step import Buffers, StepInputs
+from anabranch.vllm_plugin.decode import LatentDecoder, localise
 from problem import TOLERANCE, Problem, dims, relative_error
-
-READ_BACK = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal"}
-
-
-class NoReadBack(TorchDispatchMode):
-    """Fails at an operator that makes the host wait for the device: no graph could hold it."""
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        assert function._schema.name not in READ_BACK, function
-        return function(*args, **(kwargs or {}))
 
 
 def arguments(problem: Problem) -> tuple[Any, ...]:
@@ -65,6 +54,29 @@ def test_a_step_reads_nothing_back_to_the_host(monkeypatch: pytest.MonkeyPatch) 
         with NoReadBack():
             out = decoder.step(*given, schedule=Schedule.SERIAL)
     assert relative_error(out, problem.projected_answer().flatten(1)) < 1e-5
+
+
+@pytest.mark.parametrize("new", [[1, 1, 1, 0], [2, 1, 3, 0]])
+def test_a_step_in_an_engine_reads_nothing_back(
+    monkeypatch: pytest.MonkeyPatch, new: list[int]
+) -> None:
+    """Localisation and step of the vLLM plugin on a device; the last sequence is padding."""
+    problem = Problem([40, 0, 77, 0], new, dims(4), padding_rows=4 - sum(new) % 4)
+    *inputs, cache, batch, w_uv = arguments(problem)
+    cache.write(*inputs[2:], batch.slot_mapping)  # an engine has stored before
+    totals = torch.tensor([past + n for past, n in zip(problem.past, new, strict=True)])
+    starts = torch.tensor([0, *new]).cumsum(0)
+    lengths = torch.zeros(2, 4, dtype=torch.int32)
+    monkeypatch.setattr(DecodeBatch, "host_lens", lambda self: pytest.fail("read"))
+    with on_triton():
+        decoder = LatentDecoder(problem.dims, None, Schedule.AUTO, Buffers(torch.device("cpu")))
+        with NoReadBack():
+            localise(ShardLayout(), totals, starts, *lengths)
+            slots = torch.full_like(batch.slot_mapping, -1)
+            localised = DecodeBatch(*lengths, batch.block_table, slots)
+            out = decoder.step(StepInputs(*inputs, cache, localised, w_uv))
+    assert relative_error(out[: sum(new)], problem.answer()[0][: sum(new)]) < 1e-5
+    assert not out[sum(new) :].any()
 
 
 def test_a_replay_follows_new_lengths_and_tables() -> None:

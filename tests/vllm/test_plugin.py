@@ -9,10 +9,14 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
-from anabranch import DecodeBatch, LatentCache, MLADims, Schedule, ShardLayout, vllm_plugin
+from anabranch import DecodeBatch, LatentCache, MLADims, Schedule, ShardLayout, step, vllm_plugin
+from anabranch.attention import cpu
 from anabranch.step import Buffers, StepInputs
-from anabranch.streams.cpu import WorkerStream
+from anabranch.streams import StreamPair
+from anabranch.streams.cpu import WorkerStream, inline_streams
 from anabranch.vllm_plugin import decode, versions
 from anabranch.vllm_plugin.decode import (
     FixedBatch,
@@ -20,6 +24,7 @@ from anabranch.vllm_plugin.decode import (
     LatentDecoder,
     PreparedStep,
     decode_batch,
+    localise,
 )
 from anabranch.vllm_plugin.settings import Settings, read_settings
 from problem import Problem, dims, relative_error
@@ -145,6 +150,75 @@ def test_a_layer_prepares_its_step_once_for_a_size(monkeypatch: pytest.MonkeyPat
         batch = batches.load(total, torch.tensor([0, 2, 3]), planned.block_table)
         layer.step(StepInputs(*rows, cache, batch, problem.w_uv))
     assert prepared == [3]
+
+
+@given(
+    sequences=st.lists(st.tuples(st.integers(0, 700), st.integers(1, 5)), min_size=1, max_size=9),
+    padding=st.integers(0, 3),
+    size=st.sampled_from([1, 2, 3, 8]),
+    interleave=st.sampled_from([1, 4, 64]),
+)
+def test_lengths_on_the_device_are_those_of_the_host(
+    sequences: list[tuple[int, int]], padding: int, size: int, interleave: int
+) -> None:
+    """The last sequences are padding, as in a graph: no tokens, no past."""
+    query_lens = [new for _, new in sequences] + [0] * padding
+    totals = [past + new for past, new in sequences] + [0] * padding
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    total_lens = torch.tensor(totals, dtype=torch.int32)
+    seq_lens, lens = torch.full((2, len(totals)), -7, dtype=torch.int32)
+    table = torch.zeros(len(totals), 1, dtype=torch.int32)
+    for rank in range(size):
+        layout = ShardLayout(size, rank, interleave)
+        expected = decode_batch(layout, total_lens, starts, table)
+        localise(layout, total_lens, starts, seq_lens, lens)
+        assert torch.equal(seq_lens, expected.seq_lens)
+        assert torch.equal(lens, expected.query_lens)
+
+
+def test_the_host_reads_no_length_on_a_device() -> None:
+    """Tensors of the meta device have no values to read."""
+
+    def lengths(count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device="meta")
+
+    layout, table = ShardLayout(2, 1, 4), torch.zeros(3, 1, device="meta")
+    localise(layout, lengths(3), lengths(4), lengths(3), lengths(3))
+    with pytest.raises(NotImplementedError):
+        decode_batch(layout, lengths(3), lengths(4), table)
+
+
+def test_streams_of_an_accelerator_are_asked_for_at_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph is captured on a stream of its own, which is the main stream then."""
+    asked = []
+
+    class OnCPU(Buffers):
+        """Says that it is on a GPU, which this machine need not have."""
+
+        def take(self, name: str, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+    def streams_for(device: torch.device) -> StreamPair:
+        asked.append(device.type)
+        return inline_streams()
+
+    monkeypatch.setattr(decode, "streams_for", streams_for)
+    problem = Problem([5], [2], dims(2))
+    cache, batch = problem.shard(ShardLayout())
+    queries, current = problem.queries.split([32, 8], -1), problem.current_keys.split([32, 8], -1)
+    inputs = StepInputs(*queries, *current, cache, batch, problem.w_uv)
+    for device, expected in (("cuda", ["cuda", "cuda"]), ("cpu", ["cpu"])):
+        asked.clear()
+        decoder = LatentDecoder(problem.dims, None, Schedule.SERIAL, OnCPU(torch.device(device)))
+        with monkeypatch.context() as patched:
+            patched.setattr(step, "provider_for", lambda _: cpu)
+            patched.setattr(decode, "provider_for", lambda _: cpu)
+            for _ in range(2):
+                out = decoder.step(inputs)
+        assert relative_error(out, problem.answer()[0]) < 1e-5
+        assert asked == expected
 
 
 def test_settings_are_read_and_mistakes_are_named() -> None:

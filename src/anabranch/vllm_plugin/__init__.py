@@ -1,4 +1,4 @@
-"""Anabranch as a plugin of vLLM: MLA models served under decode context parallelism on CPU.
+"""Anabranch as a plugin of vLLM: MLA models served under decode context parallelism.
 
 vLLM finds the two functions below by their entry points, in every process it starts:
 
@@ -22,6 +22,7 @@ from anabranch.vllm_plugin.versions import (
 
 PLATFORM = "anabranch.vllm_plugin.cpu_platform.AnabranchCpuPlatform"
 BACKEND = "anabranch.vllm_plugin.backend.MLABackend"
+CUDA_BACKEND = "anabranch.vllm_plugin.cuda.CudaMLABackend"
 ASCEND_SCHEDULE = "ANABRANCH_ASCEND_SCHEDULE"  # vllm-ascend refuses what it does not know elsewhere
 _logger = logging.getLogger("vllm.anabranch")  # vLLM shows what is logged below `vllm`
 
@@ -48,9 +49,11 @@ def register() -> None:
     if problem is not None:
         _logger.warning("The anabranch plugin stays off: %s", problem)
         return
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    backend = CUDA_BACKEND if current_platform.is_cuda() else BACKEND
+    register_backend(AttentionBackendEnum.CUSTOM, backend)
 
 
 def _register_on_ascend() -> None:
@@ -71,9 +74,10 @@ def _unsupported_platform() -> str | None:
     from vllm.platforms import current_platform
 
     name = f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
-    if name == PLATFORM:
+    if name == PLATFORM or current_platform.is_cuda():
         return None
     return (
-        f"it serves vLLM's CPU platform, and this is {name}. On a CPU, VLLM_TARGET_DEVICE must "
-        "not be set (with it vLLM ignores platform plugins), and zentorch must be absent."
+        f"it serves vLLM's CPU and CUDA platforms, and this is {name}. On a CPU, "
+        "VLLM_TARGET_DEVICE must not be set (with it vLLM ignores platform plugins), and zentorch "
+        "must be absent."
     )

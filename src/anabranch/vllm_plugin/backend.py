@@ -26,6 +26,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionLayer, AttentionType
 from vllm.v1.attention.ops.dcp import MLADCPManager
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -36,8 +37,8 @@ from anabranch.step import Buffers, StepInputs
 from anabranch.vllm_plugin.decode import FixedBatches, LatentDecoder
 from anabranch.vllm_plugin.settings import read_settings
 
-# One set of buffers for all layers: their steps come one after the other.
-_buffers = Buffers(torch.device("cpu"))
+# One set of buffers for all layers on a device: their steps come one after the other.
+_buffers: dict[torch.device, Buffers] = {}
 
 
 class MLABackend(MLACommonBackend):  # type: ignore[misc]
@@ -106,8 +107,8 @@ class MLAMetadataBuilder(MLACommonMetadataBuilder[MLAMetadata]):  # type: ignore
             metadata_cls=MLAMetadata,
             supports_dcp_with_varlen=True,
         )
-        layout = ShardLayout(size, rank, parallel.cp_kv_cache_interleave_size)
-        self._batches = FixedBatches(layout, _most_tokens(vllm_config))
+        self._layout = ShardLayout(size, rank, parallel.cp_kv_cache_interleave_size)
+        self._batches = FixedBatches(self._layout, _most_tokens(vllm_config))
 
     def _build_decode(
         self,
@@ -127,8 +128,33 @@ class MLAMetadataBuilder(MLACommonMetadataBuilder[MLAMetadata]):  # type: ignore
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            batch=self._batches.load(total_lens, query_start_loc_cpu, block_table_tensor),
+            batch=self._localise(
+                total_lens,
+                query_start_loc_cpu,
+                query_start_loc_device,
+                block_table_tensor,
+                num_decode_tokens,
+            ),
         )
+
+    def _localise(
+        self,
+        total_lens: torch.Tensor,
+        query_start_on_cpu: torch.Tensor,
+        query_start: torch.Tensor,
+        block_table: torch.Tensor,
+        tokens: int,
+    ) -> DecodeBatch:
+        """What this rank attends to in a step of decodes that bring so many `tokens`."""
+        return self._batches.load(total_lens, query_start_on_cpu, block_table)
+
+
+def this_device() -> torch.device:
+    """Where this process computes."""
+    kind: str = current_platform.device_type
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def _most_tokens(vllm_config: VllmConfig) -> int:
@@ -214,7 +240,9 @@ class MLAImpl(MLACommonImpl[MLAMetadata]):  # type: ignore[misc]
         )
         group = get_dcp_group().device_group if self._group_size > 1 else None
         schedule = read_settings(config.additional_config).schedule
-        self._decoder = LatentDecoder(dims, group, schedule, _buffers)
+        device = this_device()
+        buffers = _buffers.setdefault(device, Buffers(device))
+        self.decoder = LatentDecoder(dims, group, schedule, buffers)
 
     def do_kv_cache_update(
         self,
@@ -260,7 +288,7 @@ class MLAImpl(MLACommonImpl[MLAMetadata]):  # type: ignore[misc]
             attn_metadata.decode.batch,
             layer.W_UV,
         )
-        return self._decoder.step(inputs), None
+        return self.decoder.step(inputs), None
 
     def _cache_in(self, buffer: torch.Tensor) -> LatentCache:
         """vLLM's buffer as a cache, the same object as long as it is the same tensor."""

@@ -70,7 +70,8 @@ class LatentDecoder:
     ) -> None:
         self.dims, self.group, self.schedule = dims, group, schedule
         self._buffers = buffers
-        self._streams = streams_for(buffers.device)
+        # An accelerator's caller may be on another stream at each step, as when it captures one.
+        self._streams = streams_for(buffers.device) if buffers.device.type == "cpu" else None
         self._reserved = False
 
     @torch.no_grad()
@@ -88,7 +89,7 @@ class LatentDecoder:
             self._attend_to_all(inputs, inputs.batch.seq_lens + 1, output.view(tokens, heads, rank))
             return output.view(tokens, heads, rank)
         step = LatentStep(self.dims, self.group, inputs, self._buffers, output)
-        RUN[self.schedule](step, self._streams)
+        RUN[self.schedule](step, self._streams or streams_for(self._buffers.device))
         return output.view(tokens, heads, rank)
 
     def _repeat(self, inputs: StepInputs, batch: FixedBatch) -> torch.Tensor:
@@ -120,7 +121,8 @@ class LatentDecoder:
             return PreparedStep(fixed, out, repeated(self._buffers.device, attend))
         step = LatentStep(self.dims, self.group, fixed, self._buffers, output)
         step.repeat()
-        return PreparedStep(fixed, out, partial(RUN[self.schedule], step, self._streams))
+        streams = self._streams or streams_for(self._buffers.device)
+        return PreparedStep(fixed, out, partial(RUN[self.schedule], step, streams))
 
     def _fixed(self, inputs: StepInputs, tokens: int) -> tuple[StepInputs, torch.Tensor]:
         """Inputs and output of `tokens` rows in the buffers."""
@@ -247,3 +249,21 @@ def decode_batch(
         # The engine stores: the step has nothing of its own to write.
         slot_mapping=torch.full((starts[-1],), -1, dtype=torch.int64, device=device),
     )
+
+
+def localise(
+    layout: ShardLayout,
+    total_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_lens: torch.Tensor,
+) -> None:
+    """The lengths of `decode_batch`, read and written where they are: the host waits for nothing.
+
+    `seq_lens` and `query_lens` `[B]` int32 receive them. Sequences without tokens are padding.
+    """
+    torch.sub(query_start[1:], query_start[:-1], out=query_lens)
+    past = total_lens - query_lens
+    stripe = layout.interleave * layout.world_size
+    own = past % stripe - layout.rank * layout.interleave
+    torch.add(past // stripe * layout.interleave, own.clamp(0, layout.interleave), out=seq_lens)

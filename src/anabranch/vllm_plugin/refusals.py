@@ -9,11 +9,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SPECULATION = ("ngram", "mtp")
+SPECULATION_ON_CUDA = ("ngram",)
+ATTENTION, CACHE_UPDATE = (
+    "vllm::unified_mla_attention_with_output",
+    "vllm::unified_mla_kv_cache_update",
+)
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """Raise ValueError that names every option the backend does not serve."""
-    refused = list(_refused(vllm_config))
+    """Raise ValueError that names every option the backend does not serve on CPU."""
+    refused = [*_refused(vllm_config), *_refused_on_cpu(vllm_config)]
     if refused:
         raise ValueError("anabranch cannot serve this: " + "; ".join(refused) + ".")
 
@@ -36,16 +41,39 @@ def _refused(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"kv_cache_dtype must be auto or the model's {dtype}, got {cache.cache_dtype}"
     if vllm_config.kv_transfer_config is not None:
         yield "kv_transfer_config (KV connectors)"
+
+
+def _refused_on_cpu(vllm_config: VllmConfig) -> Iterator[str]:
     if vllm_config.use_v2_model_runner:
         yield "model runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)"
-    speculation = vllm_config.speculative_config
-    if speculation is not None and speculation.method not in SPECULATION:
-        yield (
-            f"speculative method must be one of {', '.join(SPECULATION)}, got {speculation.method}"
-        )
-    elif speculation is not None and speculation.method == "mtp":
+    speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    yield from _refused_speculation(vllm_config, SPECULATION)
+    if speculation is not None and speculation.method == "mtp":
         drafted, sharded = speculation.num_speculative_tokens, parallel.decode_context_parallel_size
         if drafted > 1 and sharded > 1:  # slots of the later ones are computed as if unsharded
             yield f"num_speculative_tokens of mtp must be 1 under DCP, got {drafted}"
     if "+rotary_embedding" in vllm_config.compilation_config.custom_ops:
         yield "custom_ops +rotary_embedding, which rotates MLA queries wrongly on CPU"
+
+
+def refused_on_cuda(vllm_config: VllmConfig) -> Iterator[str]:
+    """Every option that the backend does not serve on CUDA, by name."""
+    from vllm import envs
+
+    yield from _refused(vllm_config)
+    yield from _refused_speculation(vllm_config, SPECULATION_ON_CUDA)
+    if vllm_config.parallel_config.use_ubatching:
+        yield "dual batch overlap (enable_dbo, ubatch_size)"
+    # The step's latents come with the call that updates the cache, which must run when attention
+    # does and not be replayed from a graph that leaves attention out.
+    splitting = vllm_config.compilation_config.splitting_ops or []
+    if ATTENTION in splitting and CACHE_UPDATE not in splitting:
+        yield f"splitting_ops must have {CACHE_UPDATE} too (turn use_inductor_graph_partition off)"
+    if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
+        yield "breakable CUDA graphs (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)"
+
+
+def _refused_speculation(vllm_config: VllmConfig, served: tuple[str, ...]) -> Iterator[str]:
+    speculation = vllm_config.speculative_config
+    if speculation is not None and speculation.method not in served:
+        yield f"speculative method must be one of {', '.join(served)}, got {speculation.method}"
