@@ -89,7 +89,7 @@ def use_schedule(worker: Any, name: str) -> None:
     from anabranch import Schedule
 
     for layer in layers(worker):
-        layer.impl._decoder.schedule = Schedule(name)
+        layer.impl.decoder.schedule = Schedule(name)
 
 
 def fill(engine: LLM, context: int, batch: int) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from anabranch import streams
-from anabranch.cache import DecodeBatch, LatentCache
+from anabranch.cache import DecodeBatch, LatentCache, joined
 
 RANK, ROPE = 512, 64  # what the peers know of L and R
 SHARING_HEADS = 64  # fewer heads than these share a tile among the tokens of a sequence
@@ -141,17 +141,3 @@ def joined_pages(cache: LatentCache) -> torch.Tensor | None:
     if pages is None or not pages.numel() or not pages.is_contiguous() or pages.data_ptr() % 16:
         return None
     return pages
-
-
-def joined(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
-    """One view over two tensors that lie side by side along their last axis, or None."""
-    width = left.shape[-1]
-    beside = (
-        left.stride() == right.stride()
-        and left.stride(-1) == 1
-        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-        and right.storage_offset() - left.storage_offset() == width
-    )
-    if not beside:
-        return None
-    return left.as_strided((*left.shape[:-1], width + right.shape[-1]), left.stride())
