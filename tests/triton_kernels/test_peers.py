@@ -40,7 +40,8 @@ from anabranch import (
     partial_attention,
 )
 from anabranch.attention import cuda, flashinfer, flashmla, peers
-from anabranch.attention.peer import Peer, Shape, history, joined, joined_pages
+from anabranch.attention.peer import Peer, Shape, history, joined_pages
+from anabranch.cache import joined
 from anabranch.triton_kernels import by_token
 from problem import TOLERANCE, Problem, dims, layouts_and_problems, relative_error
 
