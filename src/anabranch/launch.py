@@ -142,13 +142,24 @@ def _join(job: Callable[..., Any], args: tuple[Any, ...], report: Report, kind: 
     if world_size == 1:
         return _call(job, Rank(0, 1, None, heard, device), args)
     try:
-        dist.init_process_group(dist.get_default_backend_for_device(device))
+        group = _meet(device)
     except Exception as error:
         raise RankFailure(_describe(index, world_size, error)) from error
     # After a failure the group is left as it is: closing it may wait for the peers.
-    result = _call(job, Rank(index, world_size, dist.group.WORLD, heard, device), args)
+    result = _call(job, Rank(index, world_size, group, heard, device), args)
     dist.destroy_process_group()
     return result if index == 0 else None
+
+
+def _meet(device: torch.device, **where: Any) -> dist.ProcessGroup | None:
+    """The group of all ranks, once each has connected to every other.
+
+    `init_process_group` alone returns before: a job that refuses at once would end its rank while
+    a peer is still connecting to it, and there gloo would print an error of its own.
+    """
+    dist.init_process_group(dist.get_default_backend_for_device(device), **where)
+    dist.all_reduce(torch.zeros(1, device=device))
+    return dist.group.WORLD
 
 
 def _unheard(_: Any) -> None:
@@ -281,13 +292,7 @@ def _serve(
     try:
         device = take_device(kind, index)
         if world_size > 1:
-            dist.init_process_group(
-                dist.get_default_backend_for_device(device),
-                init_method=f"file://{store}",
-                rank=index,
-                world_size=world_size,
-            )
-            group = dist.group.WORLD
+            group = _meet(device, init_method=f"file://{store}", rank=index, world_size=world_size)
         report = sender.send if index == 0 else _unheard
         result = _call(job, Rank(index, world_size, group, report, device), args)
         outcome = _Outcome(result=result if index == 0 else None)

@@ -32,6 +32,25 @@ def processes(rank: Rank) -> None:
     time.sleep(120)
 
 
+def begin(rank: Rank) -> bool:
+    """Whether each rank began after all had connected; the last connects late (see `main`)."""
+    began = time.monotonic()
+    times: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(times, (began, connected), group=rank.group)
+    return min(began for began, _ in times) >= max(connected for _, connected in times)
+
+
+connected = 0.0
+init_process_group = dist.init_process_group
+
+
+def connect_late(*args: Any, **keywords: Any) -> None:
+    global connected
+    init_process_group(*args, **keywords)
+    time.sleep(dist.get_rank())
+    connected = time.monotonic()
+
+
 def refuse(rank: Rank) -> None:
     raise BadInput("the number must be odd, got 2")
 
@@ -57,6 +76,8 @@ def exit_on_last(rank: Rank) -> None:
 
 
 def main() -> None:
+    if sys.argv[1] == "begin":
+        dist.init_process_group = connect_late
     try:
         result = run(
             int(sys.argv[2]), globals()[sys.argv[1]], report=lambda m: print(m, flush=True)

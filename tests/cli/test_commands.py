@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer.main
 from checkpoints import END, make
-from processes import anabranch, start, torchrun
+from processes import TIMEOUT, anabranch, start, torchrun
 
 from anabranch.cli import app
 from anabranch.embedded import task
@@ -96,7 +96,7 @@ def test_text_streams_and_ends_before_the_stop_string(alone, random_model):
     )
     os.close(terminal)
     shown = b""
-    while select.select([master], [], [], 60)[0]:
+    while select.select([master], [], [], TIMEOUT)[0]:
         try:
             shown += os.read(master, 65536)
         except OSError:  # the terminal's last user has gone

@@ -37,6 +37,13 @@ def test_a_refusal_is_told_once():
     assert finish(JOBS, "refuse", "2") == (2, "", "the number must be odd, got 2\n")
 
 
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["started here", "torchrun"])
+def test_no_job_begins_before_all_ranks_have_met(launcher):
+    """A rank that ended at once would make gloo print an error where one is still connecting."""
+    status, out, _ = finish(*launcher, JOBS, "begin", "2")
+    assert (status, out) == (0, "True\n")
+
+
 @pytest.mark.parametrize(
     ("job", "world_size", "message"),
     [
@@ -72,7 +79,7 @@ def test_ranks_end_with_the_process_that_started_them(number, tmp_path, monkeypa
         process.send_signal(number)
     _, err = process.communicate(timeout=TIMEOUT)
     assert err.count("Traceback") <= 1  # the starter's own KeyboardInterrupt, the ranks' never
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + TIMEOUT
     while any(Path(f"/proc/{id_}").exists() for id_ in ids):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -28,7 +28,8 @@ LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 
 
 def pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *arguments], check=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", *arguments]
+    subprocess.run(command, check=True)
 
 
 def main(version: str) -> None:
