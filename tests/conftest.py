@@ -10,7 +10,12 @@ import pytest
 from ranks import Ranks
 
 # Seeded, and no test asserts a time.
-hypothesis.settings.register_profile("seeded", derandomize=True, deadline=None)
+hypothesis.settings.register_profile(
+    "seeded",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("seeded")
 
 

@@ -80,7 +80,7 @@ class Ranks:
     may still sit in a collective, and the next `run` starts fresh ones.
     """
 
-    def __init__(self, world_size: int, timeout: float = 120.0) -> None:
+    def __init__(self, world_size: int, timeout: float = 300.0) -> None:
         self.world_size = world_size
         self.timeout = timeout
         self._ranks: list[tuple[Any, Connection]] = []

@@ -41,7 +41,7 @@ def test_the_commands_run_with_the_transformers_that_vllm_wants() -> None:
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "teal fox 12 + 5 = 17" in done.stdout

@@ -31,7 +31,7 @@ def found() -> dict[str, Any]:
             "VLLM_PLUGINS": "",
             "ANABRANCH_ASCEND_SCHEDULE": "overlap",
         },
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
