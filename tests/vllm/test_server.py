@@ -1,7 +1,8 @@
-"""The OpenAI server with the embedded model, asked by the real client; then a worker dies."""
+"""`vllm serve` with the embedded model, asked by the real clients; then a worker dies."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -18,13 +19,14 @@ import openai
 import psutil
 import pytest
 from reference import Reference
-from serving import ENVIRONMENT
+from serving import COUNT, ENVIRONMENT, PROMPTS, assert_greedy
 from transformers import AutoTokenizer
 
 from anabranch.embedded import embedded_path, task
 
 START_SECONDS = 600
 END_SECONDS = 30
+BIN = Path(sys.executable).parent
 
 
 @dataclass
@@ -49,8 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-        "--model", str(embedded_path()), "--served-model-name", "embedded",
+        BIN / "vllm", "serve", str(embedded_path()), "--served-model-name", "embedded",
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
         "--tensor-parallel-size", "2", "--decode-context-parallel-size", "2",
         "--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "16",
@@ -109,6 +110,54 @@ def test_answers_are_right_and_those_of_transformers(server: Server) -> None:
         )
         expected = output[0, ids.shape[1] :]
         assert answer.strip() == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_many_at_once_get_the_tokens_of_transformers(server: Server) -> None:
+    """32 requests of 1 to 2,000 tokens."""
+
+    def complete(prompt: list[int]) -> list[int]:
+        completion = server.client.completions.create(
+            model="embedded", prompt=prompt, max_tokens=COUNT, temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )  # fmt: skip
+        chosen: list[int] = completion.choices[0].model_extra["token_ids"]
+        return chosen
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = list(pool.map(complete, PROMPTS))
+    reference = Reference(embedded_path())
+    for chosen, prompt in zip(answers, PROMPTS, strict=True):
+        assert len(chosen) == COUNT
+        assert_greedy(chosen, prompt, reference)
+
+
+def test_the_commands_that_measure_a_server(server: Server, tmp_path: Path) -> None:
+    """Speed by `vllm bench serve`, accuracy by `anabranch evaluate`."""
+    result = tmp_path / "bench.json"
+    bench = [
+        BIN / "vllm", "bench", "serve", "--base-url", server.url, "--model", "embedded",
+        "--tokenizer", str(embedded_path()), "--dataset-name", "random",
+        "--random-input-len", "256", "--random-output-len", "8", "--ignore-eos",
+        "--num-prompts", "8", "--max-concurrency", "4",
+        "--save-result", "--result-filename", str(result),
+    ]  # fmt: skip
+    evaluate = [
+        BIN / "anabranch", "evaluate", "--server", server.url, "--problems", "4",
+        "--context-tokens", "300", "--json",
+    ]  # fmt: skip
+    bench_output, evaluate_output = map(run, (bench, evaluate))
+    measured = json.loads(result.read_text())
+    assert (measured["completed"], measured["total_output_tokens"]) == (8, 64), bench_output
+    (score,) = json.loads(evaluate_output)["scores"]
+    assert score["correct"] >= score["total"] - 1 == 3
+
+
+def run(command: list[str | Path]) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_a_killed_worker_ends_the_server(server: Server) -> None:
