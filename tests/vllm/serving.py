@@ -7,10 +7,12 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai
 from checkpoints import tokens
 from reference import Reference
 
@@ -96,6 +98,22 @@ def serve(
     result = json.loads(results[-1].removeprefix(MARK))
     answers = [[Answer(**answer) for answer in batch] for batch in result["batches"]]
     return Served(answers, result["counters"], done.stdout)
+
+
+def complete_all(client: openai.OpenAI, prompts: list[list[int]]) -> list[list[int]]:
+    """What a server that serves the embedded model answers, all asked at once."""
+
+    def complete(prompt: list[int]) -> list[int]:
+        completion = client.completions.create(
+            model="embedded", prompt=prompt, max_tokens=COUNT, temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )  # fmt: skip
+        chosen: list[int] = completion.choices[0].model_extra["token_ids"]
+        assert len(chosen) == COUNT
+        return chosen
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(complete, prompts))
 
 
 def assert_greedy(chosen: list[int], prompt: list[int], model: Reference) -> None:

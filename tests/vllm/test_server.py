@@ -19,7 +19,7 @@ import openai
 import psutil
 import pytest
 from reference import Reference
-from serving import COUNT, ENVIRONMENT, PROMPTS, assert_greedy
+from serving import ENVIRONMENT, PROMPTS, assert_greedy, complete_all
 from transformers import AutoTokenizer
 
 from anabranch.embedded import embedded_path, task
@@ -114,20 +114,9 @@ def test_answers_are_right_and_those_of_transformers(server: Server) -> None:
 
 def test_many_at_once_get_the_tokens_of_transformers(server: Server) -> None:
     """32 requests of 1 to 2,000 tokens."""
-
-    def complete(prompt: list[int]) -> list[int]:
-        completion = server.client.completions.create(
-            model="embedded", prompt=prompt, max_tokens=COUNT, temperature=0,
-            extra_body={"ignore_eos": True, "return_token_ids": True},
-        )  # fmt: skip
-        chosen: list[int] = completion.choices[0].model_extra["token_ids"]
-        return chosen
-
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        answers = list(pool.map(complete, PROMPTS))
+    answers = complete_all(server.client, PROMPTS)
     reference = Reference(embedded_path())
     for chosen, prompt in zip(answers, PROMPTS, strict=True):
-        assert len(chosen) == COUNT
         assert_greedy(chosen, prompt, reference)
 
 
