@@ -19,7 +19,7 @@ from pathlib import Path
 import openai
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in ("benchmarks", "tests", "tests/hf")]
+sys.path += [str(ROOT / folder) for folder in ("tests", "tests/hf", "benchmarks")]
 
 from namespaces import ADDRESSES, INTERFACE, namespace_pair, sent_bytes  # noqa: E402
 from reference import Reference  # noqa: E402
