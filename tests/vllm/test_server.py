@@ -1,7 +1,8 @@
-"""The OpenAI server with the embedded model, asked by the real client; then a worker dies."""
+"""`vllm serve` with the embedded model, asked by the real clients; then a worker dies."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -20,13 +21,14 @@ import openai
 import psutil
 import pytest
 from reference import Reference
-from serving import ENVIRONMENT
+from serving import ENVIRONMENT, PROMPTS, assert_greedy, complete_all
 from transformers import AutoTokenizer
 
 from anabranch.embedded import embedded_path, task
 
 START_SECONDS = 600
 END_SECONDS = 100  # less than a client waits for an answer
+BIN = Path(sys.executable).parent
 
 
 @dataclass
@@ -51,8 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-        "--model", str(embedded_path()), "--served-model-name", "embedded",
+        BIN / "vllm", "serve", str(embedded_path()), "--served-model-name", "embedded",
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
         "--tensor-parallel-size", "2", "--decode-context-parallel-size", "2",
         "--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "16",
@@ -117,6 +118,43 @@ def _requests_running(server: Server) -> bool:
     with urlopen(f"{server.url}/metrics") as page:
         text = page.read().decode()
     return re.search(r"^vllm:num_requests_running\S* [1-9]", text, re.MULTILINE) is not None
+
+
+def test_many_at_once_get_the_tokens_of_transformers(server: Server) -> None:
+    """32 requests of 1 to 2,000 tokens."""
+    answers = complete_all(server.client, PROMPTS)
+    reference = Reference(embedded_path())
+    for chosen, prompt in zip(answers, PROMPTS, strict=True):
+        assert_greedy(chosen, prompt, reference)
+
+
+def test_the_commands_that_measure_a_server(server: Server, tmp_path: Path) -> None:
+    """Speed by `vllm bench serve`, accuracy by `anabranch evaluate`."""
+    result = tmp_path / "bench.json"
+    bench = [
+        BIN / "vllm", "bench", "serve", "--base-url", server.url, "--model", "embedded",
+        "--tokenizer", str(embedded_path()), "--dataset-name", "random",
+        "--random-input-len", "256", "--random-output-len", "8", "--ignore-eos",
+        "--num-prompts", "8", "--max-concurrency", "4",
+        "--save-result", "--result-filename", str(result),
+    ]  # fmt: skip
+    evaluate = [
+        BIN / "anabranch", "evaluate", "--server", server.url, "--problems", "4",
+        "--context-tokens", "300", "--json",
+    ]  # fmt: skip
+    bench_output, evaluate_output = map(run, (bench, evaluate))
+    measured = json.loads(result.read_text())
+    assert (measured["completed"], measured["total_output_tokens"]) == (8, 64), bench_output
+    (score,) = json.loads(evaluate_output)["scores"]
+    assert score["correct"] >= score["total"] - 1 == 3
+
+
+def run(command: list[str | Path]) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_a_killed_worker_ends_the_server(server: Server) -> None:

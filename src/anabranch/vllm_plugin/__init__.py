@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 
+from anabranch.vllm_plugin.distribution import answer_for_vllm
 from anabranch.vllm_plugin.versions import (
     ascend_version,
     unsupported_ascend_version,
@@ -35,6 +36,7 @@ def platform() -> str | None:
     """
     if unsupported_version() is not None:
         return None
+    answer_for_vllm()
     from vllm.platforms import cpu_platform_plugin
 
     return PLATFORM if cpu_platform_plugin() == "vllm.platforms.cpu.CpuPlatform" else None
