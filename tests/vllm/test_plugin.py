@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -186,6 +188,35 @@ def test_the_host_reads_no_length_on_a_device() -> None:
     localise(layout, lengths(3), lengths(4), lengths(3), lengths(3))
     with pytest.raises(NotImplementedError):
         decode_batch(layout, lengths(3), lengths(4), table)
+
+
+def test_no_buffer_moves_after_it_was_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever scratch the kernels of each size want: here those of 5 rows more than any other."""
+
+    def workspace_bytes(heads: int, dims: MLADims, cache: object = None, batch: Any = None) -> int:
+        own = cpu.workspace_bytes(heads, dims)
+        return own + (1 << 20 if batch is not None and batch.num_tokens == 5 else 0)
+
+    provider = SimpleNamespace(
+        history=cpu.history, current=cpu.current, workspace_bytes=workspace_bytes
+    )
+    monkeypatch.setattr(step, "provider_for", lambda _: provider)
+    monkeypatch.setattr(decode, "provider_for", lambda _: provider)
+    buffers = Buffers(torch.device("cpu"))
+    decoder = LatentDecoder(dims(2), None, Schedule.SERIAL, buffers)
+    problems = [Problem([9] * count, [1] * count, dims(2)) for count in range(1, 9)]
+    problems += [Problem([9, 4], [2, count], dims(2)) for count in range(1, 7)]
+    decode.reserve(decoder, problems[0].w_uv, 8, 16)
+    reserved = {name: memory.data_ptr() for name, memory in buffers._storage.items()}
+    for problem in problems:
+        cache, batch = problem.shard(ShardLayout())
+        current = problem.current_keys.split([32, 8], -1)
+        cache.write(*current, batch.slot_mapping)
+        out = decoder.step(
+            StepInputs(*problem.queries.split([32, 8], -1), *current, cache, batch, problem.w_uv)
+        )
+        assert relative_error(out, problem.answer()[0]) < 1e-5
+    assert reserved == {name: memory.data_ptr() for name, memory in buffers._storage.items()}
 
 
 def test_streams_of_an_accelerator_are_asked_for_at_each_step(

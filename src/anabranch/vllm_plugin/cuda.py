@@ -23,9 +23,8 @@ from vllm.v1.attention.ops.dcp import get_dcp_workspace_max_num_tokens
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from anabranch.cache import DecodeBatch, LatentCache
-from anabranch.step import StepInputs
 from anabranch.vllm_plugin.backend import MLABackend, MLAImpl, MLAMetadataBuilder
-from anabranch.vllm_plugin.decode import LatentDecoder, localise
+from anabranch.vllm_plugin.decode import LatentDecoder, localise, reserve
 from anabranch.vllm_plugin.refusals import refused_on_cuda
 
 PAGE = 64  # what the attention kernel likes best: `docs/cuda.md`, tiles
@@ -109,28 +108,3 @@ class CudaMetadataBuilder(MLAMetadataBuilder):
         seq_lens, query_lens = self._seq_lens[:sequences], self._query_lens[:sequences]
         localise(self._layout, total_lens, query_start, seq_lens, query_lens)
         return DecodeBatch(seq_lens, query_lens, block_table, self._slots[:tokens])
-
-
-def reserve(decoder: LatentDecoder, w_uv: torch.Tensor, tokens: int, block_size: int) -> None:
-    """Take every buffer as large as `tokens` rows want it, by a step over nothing.
-
-    All ranks of the group must call this. Nothing that a graph holds moves for want of space later.
-    """
-    dims = decoder.dims
-
-    def zeros(*shape: int, dtype: torch.dtype = w_uv.dtype) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=w_uv.device)
-
-    lengths = zeros(1, dtype=torch.int32)
-    slots = zeros(tokens, dtype=torch.int64)
-    decoder.step(
-        StepInputs(
-            q_nope=zeros(tokens, dims.num_heads, dims.kv_lora_rank),
-            q_pe=zeros(tokens, dims.num_heads, dims.qk_rope_head_dim),
-            kv_c=zeros(tokens, dims.kv_lora_rank),
-            k_pe=zeros(tokens, dims.qk_rope_head_dim),
-            cache=LatentCache(1, block_size, dims, w_uv.dtype, w_uv.device),
-            batch=DecodeBatch(lengths, lengths, zeros(1, 1, dtype=torch.int32), slots),
-            w_uv=w_uv,
-        )
-    )

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.attention import AttentionKind, partial_attention, provider_for
-from anabranch.cache import DecodeBatch
+from anabranch.cache import DecodeBatch, LatentCache
 from anabranch.geometry import MLADims, ShardLayout
 from anabranch.schedules import RUN, Schedule
 from anabranch.step import Buffers, DecodeStep, StepInputs
@@ -267,3 +267,34 @@ def localise(
     stripe = layout.interleave * layout.world_size
     own = past % stripe - layout.rank * layout.interleave
     torch.add(past // stripe * layout.interleave, own.clamp(0, layout.interleave), out=seq_lens)
+
+
+def reserve(decoder: LatentDecoder, w_uv: torch.Tensor, tokens: int, block_size: int) -> None:
+    """Take every buffer as large as steps of up to `tokens` rows want it, and run one over nothing.
+
+    All ranks of the group must call this. Nothing that a graph holds moves for want of space later.
+    """
+    dims, buffers = decoder.dims, decoder._buffers
+
+    def zeros(*shape: int, dtype: torch.dtype = w_uv.dtype) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=w_uv.device)
+
+    cache = LatentCache(1, block_size, dims, w_uv.dtype, w_uv.device)
+
+    def inputs(rows: int, sequences: int) -> StepInputs:
+        lengths, slots = zeros(sequences, dtype=torch.int32), zeros(rows, dtype=torch.int64)
+        return StepInputs(
+            q_nope=zeros(rows, dims.num_heads, dims.kv_lora_rank),
+            q_pe=zeros(rows, dims.num_heads, dims.qk_rope_head_dim),
+            kv_c=zeros(rows, dims.kv_lora_rank),
+            k_pe=zeros(rows, dims.qk_rope_head_dim),
+            cache=cache,
+            batch=DecodeBatch(lengths, lengths, zeros(sequences, 1, dtype=torch.int32), slots),
+            w_uv=w_uv,
+        )
+
+    # Which kernel serves a size, and what scratch it wants, is not known here.
+    for rows in range(1, tokens + 1):
+        output = zeros(rows, dims.num_heads * dims.kv_lora_rank)
+        LatentStep(dims, decoder.group, inputs(rows, rows), buffers, output)
+    decoder.step(inputs(tokens, 1))
