@@ -4,9 +4,9 @@ Needs the package `triton`; without it nothing here is collected. `make test-tri
 
 Two things of the interpreter are replaced here, because it computes them differently from any
 device: it truncates to BF16 where devices round to nearest, and its products take the bits of
-BF16 values for integers. Both then agree with PyTorch's own conversions. Two more are there in Triton
-3.9 and not in 3.6: the truth of `tl.condition`, without which a loop has no end, and the number in
-an array of one, which NumPy 2.4 does not convert by itself.
+BF16 values for integers. Both then agree with PyTorch's own conversions. Two more are there in
+Triton 3.9 and not in 3.6: the truth of `tl.condition`, without which a loop has no end, and the
+number in an array of one, which NumPy 2.4 does not convert by itself.
 """
 
 from __future__ import annotations
