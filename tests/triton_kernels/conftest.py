@@ -4,8 +4,9 @@ Needs the package `triton`; without it nothing here is collected. `make test-tri
 
 Two things of the interpreter are replaced here, because it computes them differently from any
 device: it truncates to BF16 where devices round to nearest, and its products take the bits of
-BF16 values for integers. Both then agree with PyTorch's own conversions. A third is for Triton 3.6
-alone, whose interpreter makes a number of an array of one, which NumPy 2.4 refuses.
+BF16 values for integers. Both then agree with PyTorch's own conversions. Two more are there in
+Triton 3.9 and not in 3.6: the truth of `tl.condition`, without which a loop has no end, and the
+number in an array of one, which NumPy 2.4 does not convert by itself.
 """
 
 from __future__ import annotations
@@ -55,12 +56,13 @@ def exact_interpreter() -> Iterator[None]:
 
     patch_tensor = interpreter._patch_lang_tensor
 
-    def with_index(tensor: Any, scope: Any) -> None:
+    def as_in_3_9(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
+        scope.set_attr(tl.condition, "__bool__", lambda self: bool(self.condition))
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     with (
-        mock.patch.object(interpreter, "_patch_lang_tensor", with_index),
+        mock.patch.object(interpreter, "_patch_lang_tensor", as_in_3_9),
         mock.patch.object(interpreter, "_convert_float", convert),
         mock.patch.object(interpreter.InterpreterBuilder, "create_dot", dot),
     ):

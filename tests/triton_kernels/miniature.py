@@ -208,6 +208,20 @@ def flashinfer_decode(calls: Calls) -> Any:
 
 
 @contextmanager
+def loaded(modules: dict[str, ModuleType]) -> Iterator[None]:
+    """These are imported. Nothing else that is imported meanwhile is forgotten afterwards."""
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
+
+
+@contextmanager
 def peers_on(capability: tuple[int, int], *, planned: bool = False) -> Iterator[Calls]:
     """Both libraries are installed, on a chip of `capability`, and CPU tensors are on it."""
     calls = Calls()
@@ -222,7 +236,7 @@ def peers_on(capability: tuple[int, int], *, planned: bool = False) -> Iterator[
         module.__spec__ = mock.Mock(name=name)  # what find_spec wants of a module that is loaded
     chip = cuda.Chip(capability, 4)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(sys.modules, modules))
+        stack.enter_context(loaded(modules))
         for peer in (flashmla, flashinfer):
             peer.missing.cache_clear()
             stack.callback(peer.missing.cache_clear)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -26,6 +25,7 @@ from miniature import (
     Refused,
     flashinfer_decode,
     flashmla_module,
+    loaded,
     peers_on,
 )
 from test_attention import check, expected_history
@@ -277,7 +277,7 @@ def test_a_library_that_cannot_be_used_says_why() -> None:
     old = ModuleType("flashinfer.mla")
     old.trtllm_batch_decode_with_kv_cache_mla = lambda query, workspace_buffer: None  # type: ignore[attr-defined]
     with peers_on(BLACKWELL):
-        with mock.patch.dict(sys.modules, {"flashinfer.mla": old}):
+        with loaded({"flashinfer.mla": old}):
             assert "0.7 or later" in str(flashinfer.missing())
         flashinfer.missing.cache_clear()
         with mock.patch.object(flashinfer, "import_module", side_effect=OSError("libcuda.so.1")):
@@ -293,12 +293,12 @@ def test_vllm_brings_flashmla_to_a_process_that_runs_it(
     calls = Calls()
     module = flashmla_module(calls, planned=False)
     module.is_flashmla_dense_supported = lambda: (supported, reason)  # type: ignore[attr-defined]
-    loaded = {"vllm": ModuleType("vllm"), flashmla.IN_VLLM: module}
+    modules = {"vllm": ModuleType("vllm"), flashmla.IN_VLLM: module}
     problem = Problem([70, 3], [1, 1], dims(4, 512, 64), BF16, 64)
     with peers_on(HOPPER), mock.patch.object(flashmla, "find_spec", return_value=None):
         assert flashmla.missing() == "flash_mla: not installed"
         flashmla.missing.cache_clear()
-        with mock.patch.dict(sys.modules, loaded):
+        with loaded(modules):
             assert flashmla.missing() == (None if supported else "flash_mla: not compiled")
             result = peer_history(problem)
     check(result, expected_history(problem, ShardLayout()), BF16)
