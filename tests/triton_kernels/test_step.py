@@ -10,7 +10,8 @@ from interpreted import NoReadBack, on_triton
 
 from anabranch import DCPDecoder, DecodeBatch, LatentCache, Schedule, ShardLayout
 from anabranch.step import Buffers, StepInputs
-from anabranch.vllm_plugin.decode import LatentDecoder, localise
+from anabranch.vllm_plugin.batches import localise
+from anabranch.vllm_plugin.decode import LatentDecoder
 from problem import TOLERANCE, Problem, dims, relative_error
 
 

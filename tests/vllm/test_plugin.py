@@ -19,15 +19,9 @@ from anabranch.attention import cpu
 from anabranch.step import Buffers, StepInputs
 from anabranch.streams import StreamPair
 from anabranch.streams.cpu import WorkerStream, inline_streams
-from anabranch.vllm_plugin import decode, versions
-from anabranch.vllm_plugin.decode import (
-    FixedBatch,
-    FixedBatches,
-    LatentDecoder,
-    PreparedStep,
-    decode_batch,
-    localise,
-)
+from anabranch.vllm_plugin import batches, decode, versions
+from anabranch.vllm_plugin.batches import FixedBatch, FixedBatches, decode_batch, localise
+from anabranch.vllm_plugin.decode import LatentDecoder, PreparedStep
 from anabranch.vllm_plugin.settings import Settings, read_settings
 from problem import Problem, dims, relative_error
 from ranks import Ranks, rank_group
@@ -100,7 +94,7 @@ def repeated_steps(problems: list[Problem]) -> list[bool]:
     lengths change, larger sizes come, schedules change and forgotten sizes come back.
     """
     engines = [engine_of(problem, 1) for problem in problems]
-    batches, buffers = FixedBatches(engines[0].layout, 4), Buffers(torch.device("cpu"))
+    known, buffers = FixedBatches(engines[0].layout, 4), Buffers(torch.device("cpu"))
     fresh = Buffers(torch.device("cpu"))
     equal = []
     for schedule in [*Schedule, *Schedule]:
@@ -109,7 +103,7 @@ def repeated_steps(problems: list[Problem]) -> list[bool]:
             other = LatentDecoder(engine.dims, rank_group(), schedule, fresh)
             for shorter in (0, 3, 1):
                 total = engine.total_lens - shorter
-                fixed = batches.load(total, engine.query_start, engine.table)
+                fixed = known.load(total, engine.query_start, engine.table)
                 batch = decode_batch(engine.layout, total, engine.query_start, engine.table)
                 result = layer.step(engine.inputs(fixed))
                 equal.append(torch.equal(result, other.step(engine.inputs(batch))))
@@ -123,7 +117,7 @@ def repeated_steps(problems: list[Problem]) -> list[bool]:
 def test_steps_over_a_batch_that_stays_equal_those_over_a_fresh_one(
     ranks: type[Ranks], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "MOST_BATCHES", 3)
+    monkeypatch.setattr(batches, "MOST_BATCHES", 3)
     problems = [
         Problem([40, 3 + seed], new, dims(4), block_size=16, seed=seed)
         for seed, new in enumerate([[1, 1], [2, 1], [1, 1], [4, 3], [1, 3]])
@@ -145,11 +139,11 @@ def test_a_layer_prepares_its_step_once_for_a_size(monkeypatch: pytest.MonkeyPat
     cache, planned = problem.shard(ShardLayout())
     queries, current = problem.queries, problem.current_keys
     rows = queries[..., :32], queries[..., 32:], current[:, :32], current[:, 32:]
-    batches = FixedBatches(ShardLayout(), 4)
+    known = FixedBatches(ShardLayout(), 4)
     layer = LatentDecoder(problem.dims, None, Schedule.OVERLAP, Buffers(torch.device("cpu")))
     for longer in range(3):
         total = torch.tensor([20 + longer, 4])
-        batch = batches.load(total, torch.tensor([0, 2, 3]), planned.block_table)
+        batch = known.load(total, torch.tensor([0, 2, 3]), planned.block_table)
         layer.step(StepInputs(*rows, cache, batch, problem.w_uv))
     assert prepared == [3]
 
@@ -206,7 +200,7 @@ def test_no_buffer_moves_after_it_was_reserved(monkeypatch: pytest.MonkeyPatch) 
     decoder = LatentDecoder(dims(2), None, Schedule.SERIAL, buffers)
     problems = [Problem([9] * count, [1] * count, dims(2)) for count in range(1, 9)]
     problems += [Problem([9, 4], [2, count], dims(2)) for count in range(1, 7)]
-    decode.reserve(decoder, problems[0].w_uv, 8, 16)
+    decoder.reserve(problems[0].w_uv, 8, 16)
     reserved = {name: memory.data_ptr() for name, memory in buffers._storage.items()}
     for problem in problems:
         cache, batch = problem.shard(ShardLayout())

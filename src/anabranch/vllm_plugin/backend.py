@@ -34,7 +34,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from anabranch.cache import DecodeBatch, LatentCache
 from anabranch.geometry import MLADims, ShardLayout
 from anabranch.step import Buffers, StepInputs
-from anabranch.vllm_plugin.decode import FixedBatches, LatentDecoder
+from anabranch.vllm_plugin.batches import FixedBatches
+from anabranch.vllm_plugin.decode import LatentDecoder
 from anabranch.vllm_plugin.settings import read_settings
 
 # One set of buffers for all layers on a device: their steps come one after the other.

@@ -24,7 +24,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from anabranch.cache import DecodeBatch, LatentCache
 from anabranch.vllm_plugin.backend import MLABackend, MLAImpl, MLAMetadataBuilder
-from anabranch.vllm_plugin.decode import LatentDecoder, localise, reserve
+from anabranch.vllm_plugin.batches import localise
+from anabranch.vllm_plugin.decode import LatentDecoder
 from anabranch.vllm_plugin.refusals import refused_on_cuda
 
 PAGE = 64  # what the attention kernel likes best: `docs/cuda.md`, tiles
@@ -94,7 +95,7 @@ class CudaMetadataBuilder(MLAMetadataBuilder):
             "dcp_comm_backend says: no GPU has run this yet.",
             decoder.schedule.value,
         )
-        reserve(decoder, layer.W_UV, tokens, self.page_size)
+        decoder.reserve(layer.W_UV, tokens, self.page_size)
 
     def _localise(
         self,
