@@ -36,6 +36,22 @@ ARGUMENTS = {
     "kv_cache_memory_bytes": 32 << 20,
     "gpu_memory_utilization": 0.1,
 }
+# vLLM's own backend for MLA, of these dimensions and no others, on one rank; without the operator
+# that rotates MLA queries wrongly.
+UPSTREAM_DIMS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+UPSTREAM: dict[str, Any] = {
+    "environment": WITHOUT_PLUGIN,
+    "attention_backend": "CPU_MLA",
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+}
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 2,
+}
+# vLLM reads groups and normalisation also where Transformers' V2 disregards them.
+V2_ROUTING = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}
 TWO_RANKS = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 COUNT = 64
 # Around the edges of blocks (16) and of stripes over two ranks, then up to 2,000.

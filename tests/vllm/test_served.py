@@ -11,9 +11,12 @@ from reference import Reference
 from serving import (
     COUNT,
     LENGTHS,
+    NGRAM,
     PROMPTS,
     TWO_RANKS,
-    WITHOUT_PLUGIN,
+    UPSTREAM,
+    UPSTREAM_DIMS,
+    V2_ROUTING,
     Served,
     assert_greedy,
     assert_same,
@@ -21,8 +24,6 @@ from serving import (
     serve,
 )
 
-# vLLM's own CPU backend for MLA has these dimensions and no others.
-UPSTREAM_DIMS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 CHUNK = 256
 
 
@@ -41,14 +42,7 @@ def v3_served(v3: Path) -> Served:
 
 @pytest.fixture(scope="module")
 def v3_upstream(v3: Path) -> Served:
-    """One rank, vLLM's own backend; without the operator that rotates MLA queries wrongly."""
-    return serve(
-        v3,
-        [[request(prompt, COUNT) for prompt in PROMPTS]],
-        environment=WITHOUT_PLUGIN,
-        attention_backend="CPU_MLA",
-        compilation_config={"custom_ops": ["-rotary_embedding"]},
-    )
+    return serve(v3, [[request(prompt, COUNT) for prompt in PROMPTS]], **UPSTREAM)
 
 
 def test_tokens_are_those_of_transformers(v3: Path, v3_served: Served) -> None:
@@ -85,8 +79,7 @@ def test_interleave_speculation_preemption_and_another_schedule(
 
     A rank alone could not hold the longest request: it is longer than half the cache.
     """
-    # vLLM reads groups and normalisation also where Transformers' V2 disregards them.
-    model = checkpoint("v2_lite", n_group=1, topk_group=1, norm_topk_prob=False)
+    model = checkpoint("v2_lite", **V2_ROUTING)
     looping = [tokens(7, seed=seed) * 20 for seed in range(4)]
     prompts = [*looping, *PROMPTS[::3], PROMPTS[-1]]
     reference = Reference(model)
@@ -96,12 +89,7 @@ def test_interleave_speculation_preemption_and_another_schedule(
         max_num_batched_tokens=CHUNK,
         kv_cache_memory_bytes=400 << 10,
         cp_kv_cache_interleave_size=16,
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 4,
-            "prompt_lookup_min": 2,
-        },
+        speculative_config=NGRAM,
         additional_config={"anabranch": {"schedule": "comm_stream"}},
         **TWO_RANKS,
     )
