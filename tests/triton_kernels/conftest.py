@@ -56,10 +56,11 @@ def exact_interpreter() -> Iterator[None]:
 
     patch_tensor = interpreter._patch_lang_tensor
 
-    def as_in_3_9(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tl.condition, "__bool__", lambda self: bool(self.condition))
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    def as_in_3_9(tensor: Any, *scopes: Any) -> None:  # Triton-Ascend's 3.2 has none
+        patch_tensor(tensor, *scopes)
+        for scope in scopes:
+            scope.set_attr(tl.condition, "__bool__", lambda self: bool(self.condition))
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     with (
         mock.patch.object(interpreter, "_patch_lang_tensor", as_in_3_9),
