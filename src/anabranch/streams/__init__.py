@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from anabranch.streams.recorded import record_call, recorded, run_call
+from anabranch.streams.recorded import collective as collective
+from anabranch.streams.recorded import record_call, recorded
 
 DEVICES = ("cpu", "cuda", "npu")
 """The types of devices that have streams here."""
@@ -189,11 +190,6 @@ def launch(
     if check is not None:
         check(result)
     return result
-
-
-def collective(call: Callable[[], None]) -> None:
-    """Run a collective of PyTorch's, on tensors that `call` holds. The dispatcher shows it."""
-    run_call(call)
 
 
 @contextmanager

@@ -31,8 +31,11 @@ def record_call(call: Callable[[], None]) -> None:
         _thread.calls.append(call)
 
 
-def run_call(call: Callable[[], None]) -> None:
-    """Run `call`, such as a collective: what a recording repeats, whatever operators are in it."""
+def collective(call: Callable[[], None]) -> None:
+    """Run a collective of PyTorch's, on tensors that `call` holds. The dispatcher shows it.
+
+    A recording repeats `call`, whatever operators are in it.
+    """
     record_call(call)
     _thread.inside_call = True
     try:
